@@ -1,0 +1,1 @@
+"""One file per op: schema, reference, fake, autograd, autocast and the public function."""
