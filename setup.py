@@ -60,7 +60,9 @@ def headers() -> list[str]:
 def cpu_extensions() -> list:
     wanted = os.environ.get("MEMOPT_CPU_LEVELS", ",".join(LEVELS)).split(",")
     if unknown := set(wanted) - set(LEVELS):
-        raise SystemExit(f"MEMOPT_CPU_LEVELS: unknown {sorted(unknown)}, needs some of {list(LEVELS)}")
+        raise SystemExit(
+            f"MEMOPT_CPU_LEVELS: unknown {sorted(unknown)}, needs some of {list(LEVELS)}"
+        )
     sanitize, link = [], []
     if os.environ.get("MEMOPT_SANITIZE") == "1":
         sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"]
@@ -156,7 +158,9 @@ def cuda_extensions() -> tuple[list, str]:
 
 def jobs() -> int:
     """One compiler a core, and 1.5 GB of memory for each."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         cores = min(cores, int(memory // 1.5e9))

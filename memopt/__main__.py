@@ -1,1 +1,2 @@
-def main(): pass
+def main():
+    pass

@@ -159,7 +159,9 @@ class Op:
                 ctx.namespace = namespace
                 ctx.set_materialize_grads(False)
                 # The dispatcher drops arguments that equal their defaults: put them back.
-                args = args + tuple(a.default_value for a in overload._schema.arguments[len(args) :])
+                args = args + tuple(
+                    a.default_value for a in overload._schema.arguments[len(args) :]
+                )
                 if op.setup_context is not None:
                     op.setup_context(ctx, args, output)
                 ctx.given = len(args)

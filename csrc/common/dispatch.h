@@ -3,8 +3,9 @@
 
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/Half.h>
+
+#include "check.h"
 
 namespace memopt {
 
@@ -37,8 +38,8 @@ void dispatch_floating(ScalarType dtype, const char* op, const char* argument, c
     case ScalarType::Half:
       return body(Half{});
     default:
-      STD_TORCH_CHECK(false, op, ": ", argument, " has dtype ", toString(dtype),
-                      ", needs float32, float64, bfloat16 or float16");
+      fail(op, ": ", argument, " has dtype ", toString(dtype),
+           ", needs float32, float64, bfloat16 or float16");
   }
 }
 

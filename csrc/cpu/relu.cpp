@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "../common/bits.h"
+#include "../common/check.h"
 #include "../common/dispatch.h"
 #include "strided.h"
 
@@ -86,11 +87,11 @@ std::tuple<Tensor, Tensor> relu(const Tensor& input) {
 
 Tensor relu_backward(const Tensor& grad, const Tensor& mask) {
   const int64_t needed = bytes_for_bits(grad.numel());
-  STD_TORCH_CHECK(
-      mask.scalar_type() == ScalarType::Byte && mask.dim() == 1 && mask.size(0) == needed,
-      "relu_backward: mask has ", mask.numel(), " elements of dtype ", toString(mask.scalar_type()),
-      ", needs ", needed, " bytes of dtype uint8: one bit for each element of grad");
-  STD_TORCH_CHECK(mask.is_cpu(), "relu_backward: mask must be on the CPU, as grad is");
+  MEMOPT_CHECK(mask.scalar_type() == ScalarType::Byte && mask.dim() == 1 && mask.size(0) == needed,
+               "relu_backward: mask has ", mask.numel(), " elements of dtype ",
+               toString(mask.scalar_type()), ", needs ", needed,
+               " bytes of dtype uint8: one bit for each element of grad");
+  MEMOPT_CHECK(mask.is_cpu(), "relu_backward: mask must be on the CPU, as grad is");
   Tensor packed = torch::stable::contiguous(mask);
   const uint8_t* bytes = packed.const_data_ptr<uint8_t>();
   Tensor output = torch::stable::empty_like(grad);

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "../common/bits.h"
+#include "../common/check.h"
 #include "../common/dispatch.h"
 #include "launch.cuh"
 #include "relu.cuh"
@@ -26,7 +27,8 @@ Tensor like(const Tensor& input, const Write& write) {
     write(output);
     return output;
   }
-  Tensor staged = torch::stable::empty(input.sizes(), input.scalar_type(), std::nullopt, input.device());
+  Tensor staged =
+      torch::stable::empty(input.sizes(), input.scalar_type(), std::nullopt, input.device());
   write(staged);
   torch::stable::copy_(output, staged);
   return output;
@@ -35,8 +37,8 @@ Tensor like(const Tensor& input, const Write& write) {
 std::tuple<Tensor, Tensor> relu(const Tensor& input) {
   const DeviceScope scope(input);
   const int64_t numel = input.numel();
-  Tensor mask = torch::stable::empty({bytes_for_bits(numel)}, ScalarType::Byte, std::nullopt,
-                                     input.device());
+  Tensor mask =
+      torch::stable::empty({bytes_for_bits(numel)}, ScalarType::Byte, std::nullopt, input.device());
   Tensor x = torch::stable::contiguous(input);
   Tensor output = like(input, [&](Tensor& y) {
     dispatch_floating(input.scalar_type(), "relu", "input", [&](auto zero) {
@@ -54,12 +56,12 @@ std::tuple<Tensor, Tensor> relu(const Tensor& input) {
 Tensor relu_backward(const Tensor& grad, const Tensor& mask) {
   const int64_t numel = grad.numel();
   const int64_t needed = bytes_for_bits(numel);
-  STD_TORCH_CHECK(
-      mask.scalar_type() == ScalarType::Byte && mask.dim() == 1 && mask.size(0) == needed,
-      "relu_backward: mask has ", mask.numel(), " elements of dtype ", toString(mask.scalar_type()),
-      ", needs ", needed, " bytes of dtype uint8: one bit for each element of grad");
-  STD_TORCH_CHECK(mask.is_cuda() && mask.get_device_index() == grad.get_device_index(),
-                  "relu_backward: mask must be on the device of grad");
+  MEMOPT_CHECK(mask.scalar_type() == ScalarType::Byte && mask.dim() == 1 && mask.size(0) == needed,
+               "relu_backward: mask has ", mask.numel(), " elements of dtype ",
+               toString(mask.scalar_type()), ", needs ", needed,
+               " bytes of dtype uint8: one bit for each element of grad");
+  MEMOPT_CHECK(mask.is_cuda() && mask.get_device_index() == grad.get_device_index(),
+               "relu_backward: mask must be on the device of grad");
   const DeviceScope scope(grad);
   Tensor packed = torch::stable::contiguous(mask);
   Tensor g = torch::stable::contiguous(grad);

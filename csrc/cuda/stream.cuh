@@ -5,7 +5,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
+
+#include "../common/check.h"
 
 namespace memopt::cuda {
 
@@ -28,7 +29,7 @@ class DeviceScope {
 
 inline void check_launch(const char* op) {
   const cudaError_t error = cudaGetLastError();
-  STD_TORCH_CHECK(error == cudaSuccess, op, ": CUDA error: ", cudaGetErrorString(error));
+  MEMOPT_CHECK(error == cudaSuccess, op, ": CUDA error: ", cudaGetErrorString(error));
 }
 
 }  // namespace memopt::cuda
