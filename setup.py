@@ -1,7 +1,7 @@
 """Builds the kernel libraries. Metadata is in pyproject.toml.
 
-Kernels include only torch's stable headers (torch/csrc/stable, torch/headeronly), so one build serves
-every Python >= 3.10 and every torch >= 2.10. Nothing here asks whether a GPU is present.
+Kernels include only torch's stable headers (torch/csrc/stable, torch/headeronly), so one build
+serves every Python >= 3.10 and every torch >= 2.10. Nothing here asks whether a GPU is present.
 
 Environment variables:
     MEMOPT_NO_CUDA=1       do not build the CUDA library
@@ -54,7 +54,7 @@ def headers() -> list[str]:
     return sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*.*h"))
 
 
-# -- CPU --------------------------------------------------------------------------------------------
+# -- CPU -------------------------------------------------------------------------------------------
 
 
 def cpu_extensions() -> list:
@@ -81,7 +81,7 @@ def cpu_extensions() -> list:
     ]
 
 
-# -- CUDA -------------------------------------------------------------------------------------------
+# -- CUDA ------------------------------------------------------------------------------------------
 
 
 def cuda_home() -> str | None:
@@ -128,8 +128,8 @@ def cuda_extensions() -> tuple[list, str]:
         return [], f"not built: {why}"
     # torch sets this to None in its CPU-only wheel and then refuses .cu sources.
     cpp_extension.CUDA_HOME = home
-    # torch refuses a toolkit whose major version is not its own. This library links cudart statically
-    # and shares no C++ types with torch, so that does not matter here.
+    # torch refuses a toolkit whose major version is not its own. This library links cudart
+    # statically and shares no C++ types with torch, so that does not matter here.
     cpp_extension._check_cuda_version = lambda *_: None
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(home))
     library_dirs = [p for p in (f"{home}/lib64", f"{home}/lib") if Path(p).is_dir()]
@@ -153,7 +153,7 @@ def cuda_extensions() -> tuple[list, str]:
     return [extension], f"built with {home} for {os.environ['TORCH_CUDA_ARCH_LIST']}"
 
 
-# -- Build ------------------------------------------------------------------------------------------
+# -- Build -----------------------------------------------------------------------------------------
 
 
 def jobs() -> int:

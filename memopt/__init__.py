@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from memopt import _libraries, _registry, nn
+from memopt import _libraries, nn
 from memopt._backends import backend
 from memopt.ops.quantize import Quantized, dequantize, quantize
 

@@ -54,7 +54,7 @@ def library_folder() -> Path:
 
 
 def source_digest(root: Path) -> str:
-    """A digest of every file under `root`/csrc, by which a build names the sources it was made of."""
+    """A digest of all of `root`/csrc, by which a build names the sources it was made of."""
     digest = hashlib.sha256()
     for path in sorted((root / "csrc").rglob("*.*")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -69,8 +69,8 @@ def load_all() -> None:
         built_from = json.loads(info.read_text()).get("sources") if info.exists() else None
         if built_from != source_digest(PACKAGE.parent):
             stale = (
-                f"the libraries in {folder} were built from other sources than {PACKAGE.parent}/csrc"
-                "; run `pip install .` again"
+                f"the libraries in {folder} were built from other sources than "
+                f"{PACKAGE.parent}/csrc; run `pip install .` again"
             )
             _failures["cpu"] = _failures["cuda"] = stale
             return

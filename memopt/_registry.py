@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor, _C
+from torch import _C, Tensor
 
 from memopt import _backends
 
@@ -98,6 +98,7 @@ class Op:
             return chosen
         return device_type if self.has_kernel(device_type.upper()) else "reference"
 
+    @torch.compiler.assume_constant_result  # it asks the dispatcher, which cannot be traced
     def _explicit_namespace(self, backend: str, device_type: str) -> str:
         _backends.require(backend)
         if backend == "reference":
@@ -206,8 +207,8 @@ def _refuse_transforms(name: str, tensors: Sequence[Tensor], wants_grad: bool) -
     """A raw op has no forward-mode or torch.func formula: say so rather than return zeros."""
     if wants_grad and _C._are_functorch_transforms_active():
         raise RuntimeError(
-            f"torch.ops.memopt.{name} has no torch.func gradient; call the function of that name in "
-            "memopt.nn.functional, which computes it with the stock ops"
+            f"torch.ops.memopt.{name} has no torch.func gradient; call the function of that name "
+            "in memopt.nn.functional, which computes it with the stock ops"
         )
     if has_tangent(tensors):
         raise RuntimeError(

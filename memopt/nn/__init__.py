@@ -8,7 +8,7 @@ from memopt.nn import functional
 _modules = _collect.public_names("memopt.nn")
 globals().update(_modules)
 
-__all__ = ["functional", *_modules]  # noqa: PLE0604 - names are found, not listed
+__all__ = ["functional", *_modules]
 
 
 def __getattr__(name: str) -> Any:

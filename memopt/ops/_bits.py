@@ -1,4 +1,4 @@
-"""Packing of booleans, eight to a byte, the first in the lowest bit: csrc/common/bits.h in Python."""
+"""Booleans eight to a byte, the first in the lowest bit: csrc/common/bits.h in Python."""
 
 from __future__ import annotations
 

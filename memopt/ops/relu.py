@@ -43,7 +43,7 @@ def _backward(ctx: Any, grad: Tensor, _: None = None) -> Tensor:
 def _backward_reference(grad: Tensor, mask: Tensor) -> Tensor:
     _check_mask(grad, mask)
     keep = _bits.unpack_bits(mask, grad.numel()).view(grad.shape)
-    return torch.where(keep, grad, torch.zeros_like(grad))
+    return grad.clone().masked_fill_(~keep, 0)
 
 
 def _backward_fake(grad: Tensor, mask: Tensor) -> Tensor:
@@ -67,6 +67,8 @@ def _check_mask(grad: Tensor, mask: Tensor) -> None:
             f"relu_backward: mask is {mask.dtype} of shape {tuple(mask.shape)}, needs torch.uint8 "
             f"of shape ({needed},): one bit for each element of grad"
         )
+    if mask.device != grad.device:
+        raise RuntimeError(f"relu_backward: mask is on {mask.device}, grad is on {grad.device}")
 
 
 _relu = Op(
@@ -106,12 +108,25 @@ def relu(input: Tensor) -> Tensor:
         >>> x.grad
         tensor([0., 0., 1.])
     """
-    if under_transform(input) or not (input.requires_grad and torch.is_grad_enabled()):
+    wants_grad = isinstance(input, Tensor) and input.requires_grad and torch.is_grad_enabled()
+    if not wants_grad or under_transform(input):
         return F.relu(input)
+    if input.is_contiguous():
+        return _relu(input)[0]
     # The mask lies in row-major order of what the op is given; handing it channels_last and
     # transposed tensors in their memory order makes that a straight run through memory.
-    order = sorted(range(input.dim()), key=input.stride, reverse=True)
-    if order == list(range(input.dim())):
-        return _relu(input)[0]
+    order = _memory_order(input)
     output = _relu(input.permute(order))[0]
     return output.permute([order.index(d) for d in range(input.dim())])
+
+
+def _memory_order(input: Tensor) -> list[int]:
+    """The dimensions of `input` from the largest stride to the smallest."""
+    order = list(range(input.dim()))
+    # An insertion sort: torch.compile cannot trace sorted() by symbolic strides.
+    for end in range(1, len(order)):
+        k = end
+        while k > 0 and input.stride(order[k - 1]) < input.stride(order[k]):
+            order[k - 1], order[k] = order[k], order[k - 1]
+            k -= 1
+    return order
