@@ -86,15 +86,17 @@ def cpu_extensions() -> list:
 
 def cuda_home() -> str | None:
     """The CUDA toolkit's root. `nvcc` on PATH may be a wrapper script, so nvcc itself is asked."""
-    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    if nvcc := shutil.which("nvcc"):
+    asked = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidates = [asked]
+    if not asked and (nvcc := shutil.which("nvcc")):
         dry_run = subprocess.run(
             [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True
         )
         if match := re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE):
             candidates.append(os.path.realpath(match.group(1).strip()))
         candidates.append(str(Path(os.path.realpath(nvcc)).parent.parent))
-    candidates.append("/usr/local/cuda")
+    if not asked:
+        candidates.append("/usr/local/cuda")
     for home in filter(None, candidates):
         if (Path(home) / "bin/nvcc").exists() and (Path(home) / "include/cuda_runtime.h").exists():
             return home
@@ -122,7 +124,9 @@ def cuda_extensions() -> tuple[list, str]:
         return [], "not built: MEMOPT_NO_CUDA=1 was set"
     home = cuda_home()
     if home is None:
-        why = "no CUDA toolkit was found; set CUDA_HOME to one that holds bin/nvcc"
+        asked = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        where = f" in CUDA_HOME={asked}" if asked else ""
+        why = f"no CUDA toolkit was found{where}; set CUDA_HOME to one that holds bin/nvcc"
         if os.environ.get("MEMOPT_FORCE_CUDA") == "1":
             raise SystemExit(f"memopt: MEMOPT_FORCE_CUDA=1, but {why}")
         return [], f"not built: {why}"

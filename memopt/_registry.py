@@ -28,6 +28,16 @@ _AUTOCAST_DEVICES = ("CPU", "CUDA", "XPU", "MPS")
 
 _torch_libraries = {ns: torch.library.Library(ns, "DEF") for ns in NAMESPACES}
 
+
+def _constant_in_graphs(function: Callable[..., str]) -> Callable[..., str]:
+    """`torch.compiler.assume_constant_result`, which would import torch._dynamo, by its mark.
+
+    The function asks the dispatcher, which cannot be traced.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 #: Every declared op by name, in order of declaration.
 OPS: dict[str, Op] = {}
 
@@ -98,7 +108,7 @@ class Op:
             return chosen
         return device_type if self.has_kernel(device_type.upper()) else "reference"
 
-    @torch.compiler.assume_constant_result  # it asks the dispatcher, which cannot be traced
+    @_constant_in_graphs
     def _explicit_namespace(self, backend: str, device_type: str) -> str:
         _backends.require(backend)
         if backend == "reference":

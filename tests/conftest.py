@@ -117,6 +117,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SEED] = int(config.option.hypothesis_seed)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The table of ops comes last: it looks at what the other files have checked."""
+    items.sort(key=lambda item: item.path.name == "test_ops_table.py")
+
+
 # -- What the run says -----------------------------------------------------------------------------
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +27,10 @@ __all__ = [
     "assert_same_bits",
     "assert_same_for_threads",
     "check_op",
+    "checked_ops",
     "layouts",
     "peak_bytes",
+    "run_python",
     "saved_bytes",
     "saved_tensors",
     "unchanged",
@@ -113,6 +119,22 @@ def layouts(tensor: Tensor) -> dict[str, Tensor]:
             found["expanded"] = first.clone().expand(tensor.shape)
             break
     return found
+
+
+def run_python(
+    *arguments: str, cwd: Path, env: dict[str, str] | None = None, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python in a process of its own, which finds packages in `cwd` first."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(cwd), **(env or {})},
+        capture_output=True,
+        text=True,
+    )
+    if check and result.returncode:
+        raise AssertionError(f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}")
+    return result
 
 
 @contextlib.contextmanager

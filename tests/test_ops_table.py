@@ -1,0 +1,163 @@
+"""No op lacks a part: every registered op is held against one table."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+from torch import _C
+
+import memopt
+from memopt._registry import NAMESPACES
+from support import OPS, checked_ops, run_python
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(p.stem for p in (ROOT / "memopt/ops").glob("*.py") if not p.stem.startswith("_"))
+
+
+def file_of(op_name: str) -> str:
+    """The file of `memopt.ops` that declares an op."""
+    package, _, file = OPS[op_name].reference.__module__.rpartition(".")
+    assert package == "memopt.ops", f"{op_name} is declared in {package}.{file}"
+    return file
+
+
+def has(namespace: str, op_name: str, dispatch_key: str) -> bool:
+    return _C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{op_name}", dispatch_key)
+
+
+def test_there_are_ops():
+    assert OPS
+    assert {file_of(name) for name in OPS} == set(FILES)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_op_is_complete(name):
+    op = OPS[name]
+    assert file_of(name) in FILES
+    assert op.has_kernel("CPU"), "no C++ kernel is loaded"
+    for namespace in NAMESPACES:
+        assert has(namespace, name, "CompositeExplicitAutograd"), "no reference"
+        assert has(namespace, name, "Meta"), "no fake"
+        assert has(namespace, name, "Autograd"), "no autograd"
+        assert has(namespace, name, "AutocastCPU"), "no autocast"
+        assert has(namespace, name, "AutocastCUDA"), "no autocast"
+    assert op.backward is not None or op.not_differentiable is not None
+
+
+def test_every_op_passes_opcheck():
+    """By `support.check_op` in the op's test file: in this run, else in one of its own."""
+    missing = set(OPS) - checked_ops
+    if missing:
+        files = sorted({str(ROOT / f"tests/test_{file_of(name)}.py") for name in missing})
+        code = (
+            "import json, sys, pytest\n"
+            "status = pytest.main(['-q', '-k', 'opcheck', *sys.argv[1:]])\n"
+            "import support\n"
+            "print(json.dumps([int(status), sorted(support.checked_ops)]))"
+        )
+        source = Path(memopt.__file__).parent.parent
+        result = run_python("-c", code, *files, cwd=ROOT, env={"PYTHONPATH": str(source)})
+        status, checked = json.loads(result.stdout.splitlines()[-1])
+        assert status == 0, result.stdout
+        missing -= set(checked)
+    assert not missing, "no test named *opcheck* passes these to support.check_op"
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("part", ["tests/test_{}.py", "benches/bench_{}.py", "csrc/cpu/{}.cpp"])
+def test_op_file_has_its_counterparts(file, part):
+    path = ROOT / part.format(file)
+    assert path.exists(), f"memopt/ops/{file}.py has no {part.format(file)}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_public_functions_are_in_nn_functional(file):
+    module = importlib.import_module(f"memopt.ops.{file}")
+    for name in module.__all__:
+        assert getattr(memopt.nn.functional, name) is getattr(module, name)
+
+
+# -- An op is added by adding files ----------------------------------------------------------------
+
+TOY = {
+    "memopt/ops/toy.py": """
+        import torch
+        from memopt._registry import Op
+
+        __all__ = ["toy"]
+
+        def _setup_context(ctx, inputs, output):
+            pass
+
+        def _backward(ctx, grad):
+            return 3 * grad
+
+        _toy = Op(
+            "toy",
+            "(Tensor input) -> Tensor",
+            reference=lambda input: input * 3,
+            fake=torch.empty_like,
+            setup_context=_setup_context,
+            backward=_backward,
+        )
+
+        def toy(input):
+            return _toy(input)
+    """,
+    "memopt/nn/toy.py": """
+        import torch
+        from memopt.ops.toy import toy
+
+        __all__ = ["Toy"]
+
+        class Toy(torch.nn.Module):
+            def forward(self, input):
+                return toy(input)
+    """,
+    "csrc/cpu/toy.cpp": """
+        #include <torch/csrc/stable/library.h>
+        #include <torch/csrc/stable/ops.h>
+        #include <torch/csrc/stable/tensor.h>
+
+        using torch::stable::Tensor;
+
+        Tensor toy(const Tensor& input) {
+          Tensor output = torch::stable::empty_like(input);
+          const float* x = input.const_data_ptr<float>();
+          float* y = output.mutable_data_ptr<float>();
+          for (int64_t i = 0; i < input.numel(); ++i) y[i] = 3 * x[i];
+          return output;
+        }
+
+        STABLE_TORCH_LIBRARY_IMPL(memopt, CPU, m) { m.impl("toy", TORCH_BOX(&toy)); }
+    """,
+}
+
+
+def test_an_op_is_added_by_files_alone(tmp_path):
+    for folder in ("memopt", "csrc", "triton_kernels"):
+        ignored = shutil.ignore_patterns("*.so", "*.cpp", "__pycache__")  # compile the toy only
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tmp_path)
+    for file, text in TOY.items():
+        (tmp_path / file).write_text(textwrap.dedent(text))
+    levels = {"MEMOPT_NO_CUDA": "1", "MEMOPT_CPU_LEVELS": "baseline"}
+    run_python("setup.py", "build_ext", "--inplace", cwd=tmp_path, env=levels)
+    code = """
+        import torch, memopt
+        from memopt._registry import OPS
+        x = torch.ones(4, requires_grad=True)
+        with memopt.backend("cpu"):
+            assert OPS["toy"].has_kernel("CPU")
+            memopt.nn.Toy()(x).sum().backward()
+        assert x.grad.tolist() == [3.0] * 4
+        assert memopt.nn.functional.toy(x).tolist() == [3.0] * 4
+        torch.library.opcheck(torch.ops.memopt.toy.default, (x,))
+    """
+    run_python("-c", textwrap.dedent(code), cwd=tmp_path)
