@@ -45,7 +45,7 @@ void take_position(const T* x, int64_t step, int64_t lanes, uint32_t position, A
   for (int64_t i = 0; i < lanes; ++i) {
     const Acc value = static_cast<Acc>(x[i * step]);
     const Acc r = value < Acc(0) ? Acc(0) : value;
-    const bool wins = !(r <= best[i]);
+    const bool wins = r > best[i] || r != r;
     best[i] = wins ? r : best[i];
     codes[i] = wins ? position : codes[i];
   }

@@ -202,7 +202,7 @@ def _reference(
         return pooled, pooled.new_empty((*pooled.shape[:2], 0), dtype=torch.uint8)
     # `<=` is false for NaN: it passes ReLU, and its gradient does.
     codes = torch.where(pooled <= 0, -1, p.winners(index, convolved_size))
-    return pooled, _pool_codes.pack_codes(codes.flatten(2), p.positions)
+    return pooled, _pool_codes.pack_codes(codes.contiguous().flatten(2), p.positions)
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
