@@ -54,7 +54,7 @@ def headers() -> list[str]:
     return sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*.*h"))
 
 
-# -- CPU -------------------------------------------------------------------------------------------
+# -- CPU
 
 
 def cpu_extensions() -> list:
@@ -81,7 +81,7 @@ def cpu_extensions() -> list:
     ]
 
 
-# -- CUDA ------------------------------------------------------------------------------------------
+# -- CUDA
 
 
 def cuda_home() -> str | None:
@@ -157,7 +157,7 @@ def cuda_extensions() -> tuple[list, str]:
     return [extension], f"built with {home} for {os.environ['TORCH_CUDA_ARCH_LIST']}"
 
 
-# -- Build -----------------------------------------------------------------------------------------
+# -- Build
 
 
 def jobs() -> int:

@@ -1,7 +1,7 @@
 """conv_relu_pool2d against conv2d, relu and max_pool2d.
 
-On small integers arithmetic is exact in every dtype, so values, winners and gradients are eager's bit
-for bit; on random reals the accuracy rule holds.
+On small integers arithmetic is exact in every dtype, so values, winners and gradients are eager's
+bit for bit; on random reals the accuracy rule holds.
 """
 
 from __future__ import annotations
@@ -264,7 +264,8 @@ def test_empty_batch(backend):
 @pytest.mark.parametrize("padding", ["same", "valid"])
 @pytest.mark.parametrize("kernel", [(3, 3), (2, 4), (4, 3)])
 def test_padding_by_name(backend, padding, kernel):
-    x, w = integers(2, 2, 7, 8, device=backend.device), integers(3, 2, *kernel, device=backend.device)
+    x = integers(2, 2, 7, 8, device=backend.device)
+    w = integers(3, 2, *kernel, device=backend.device)
     assert_like_stock((x, w, None), 1, padding, (1, 2))
 
 
@@ -448,8 +449,9 @@ def test_bad_arguments_raise_as_stock(backend, bad):
 def test_mixed_dtypes_are_named(backend):
     x = torch.ones(2, 2, 6, 6, device=backend.device)
     w = torch.ones(3, 2, 3, 3, device=backend.device)
-    for args in ((x, w.double()), (x.bfloat16(), w), (x, w, torch.ones(3).half().to(x.device))):
-        assert_raises_same(lambda args=args: stock(*args), lambda args=args: conv_relu_pool2d(*args))
+    b = torch.ones(3, device=backend.device)
+    for args in ((x, w.double()), (x.bfloat16(), w), (x, w, b.half())):
+        assert_raises_same(lambda a=args: stock(*a), lambda a=args: conv_relu_pool2d(*a))
     with pytest.raises(RuntimeError, match=r"(?i)float.*double|float32.*float64"):
         conv_relu_pool2d(x, w.double())
 

@@ -66,7 +66,7 @@ class ConvReLUPool2d(torch.nn.Conv2d):
             dilation,  # type: ignore[arg-type]
             groups,
             bias,
-            padding_mode,
+            padding_mode,  # type: ignore[arg-type]
             device,
             dtype,
         )
