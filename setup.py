@@ -40,7 +40,7 @@ if IS_X86:
     ]
 # No contraction to FMA: quantised codes must be the same bits at every level and on every device.
 CXX_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CXX_FLAGS += ["-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+CXX_FLAGS += ["-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi"]
 DEFAULT_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
 

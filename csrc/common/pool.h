@@ -46,7 +46,8 @@ constexpr uint32_t dead_code(int bits) {
 constexpr int64_t plane_bytes(int64_t outputs, int bits) { return (outputs * bits + 7) / 8; }
 
 // Little-endian, and for 4 bits the first code in the low half of the byte.
-inline void store_codes(const uint32_t* codes, int64_t count, int bits, uint8_t* bytes) {
+template <typename Code>
+void store_codes(const Code* codes, int64_t count, int bits, uint8_t* bytes) {
   if (bits == 4) {
     for (int64_t i = 0; i + 1 < count; i += 2) {
       bytes[i / 2] = static_cast<uint8_t>(codes[i] | codes[i + 1] << 4);

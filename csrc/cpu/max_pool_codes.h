@@ -15,6 +15,7 @@
 
 #include "../common/dispatch.h"
 #include "../common/pool.h"
+#include "simd.h"
 
 namespace memopt::cpu {
 
@@ -36,32 +37,52 @@ struct PoolShape {
 
 constexpr int64_t kChannelBlock = 32;
 
-// Takes lane i of a strided row into the running maximum. As in eager the first of equal values
-// wins, and any NaN wins over everything before it. relu(-0.0) is -0.0, as in eager.
-template <int64_t kStep, typename T, typename Acc>
-void take_position(const T* x, int64_t step, int64_t lanes, uint32_t position, Acc* best,
-                   uint32_t* codes) {
-  if constexpr (kStep > 0) step = kStep;
-  for (int64_t i = 0; i < lanes; ++i) {
-    const Acc value = static_cast<Acc>(x[i * step]);
-    const Acc r = value < Acc(0) ? Acc(0) : value;
-    const bool wins = r > best[i] || r != r;
-    best[i] = wins ? r : best[i];
-    codes[i] = wins ? position : codes[i];
+// Takes the lanes [i, lanes) of a strided row into the running maximum, N at a time, and returns
+// where fewer than N remain. As in eager the first of equal values wins, and any NaN wins over
+// everything before it. relu(-0.0) is -0.0, as in eager.
+template <int N, int64_t kStep, typename T>
+int64_t take_lanes(int64_t i, const T* x, int64_t step, int64_t lanes, uint32_t position,
+                   acc_t<T>* best, unsigned_t<acc_t<T>>* codes) {
+  using Values = Vector<acc_t<T>, N>;
+  using Codes = Vector<unsigned_t<acc_t<T>>, N>;
+  const Values zero = {};
+  const Codes here = Codes{} + position;
+  for (; i + N <= lanes; i += N) {
+    const Values value = load_strided<N, kStep>(x + i * step, step);
+    const Values r = value < zero ? zero : value;
+    const Values most = load<Values>(best + i);
+    const auto wins = (r > most) | (r != r);
+    store(best + i, wins ? r : most);
+    store(codes + i, wins ? here : load<Codes>(codes + i));
   }
+  return i;
 }
 
-template <typename T, typename Acc>
-void take_position(const T* x, int64_t step, int64_t lanes, uint32_t position, Acc* best,
-                   uint32_t* codes) {
-  if (step == 1) return take_position<1>(x, step, lanes, position, best, codes);
-  if (step == 2) return take_position<2>(x, step, lanes, position, best, codes);
-  take_position<0>(x, step, lanes, position, best, codes);
+template <int64_t kStep, typename T>
+void take_row(const T* x, int64_t step, int64_t lanes, uint32_t position, acc_t<T>* best,
+              unsigned_t<acc_t<T>>* codes) {
+  int64_t i = 0;
+  if constexpr (kFloatLanes >= 16) {
+    i = take_lanes<16, kStep>(i, x, step, lanes, position, best, codes);
+  }
+  if constexpr (kFloatLanes >= 8) {
+    i = take_lanes<8, kStep>(i, x, step, lanes, position, best, codes);
+  }
+  i = take_lanes<4, kStep>(i, x, step, lanes, position, best, codes);
+  take_lanes<1, kStep>(i, x, step, lanes, position, best, codes);
+}
+
+template <typename T>
+void take_position(const T* x, int64_t step, int64_t lanes, uint32_t position, acc_t<T>* best,
+                   unsigned_t<acc_t<T>>* codes) {
+  if (step == 1) return take_row<1>(x, 1, lanes, position, best, codes);
+  if (step == 2) return take_row<2>(x, 2, lanes, position, best, codes);
+  take_row<0>(x, step, lanes, position, best, codes);
 }
 
 // Values of one row of lanes to the output; windows that ReLU cut get the dead code.
 template <typename T, typename Acc>
-void finish_row(const Acc* best, uint32_t* codes, int64_t lanes, uint32_t dead, T* y,
+void finish_row(const Acc* best, unsigned_t<Acc>* codes, int64_t lanes, uint32_t dead, T* y,
                 int64_t step) {
   for (int64_t i = 0; i < lanes; ++i) {
     y[i * step] = static_cast<T>(best[i]);
@@ -75,6 +96,7 @@ template <typename T>
 void max_pool_relu(const PoolShape& shape, const T* x, const Strides4& xs, T* y, const Strides4& ys,
                    uint8_t* codes) {
   using Acc = acc_t<T>;
+  using Code = unsigned_t<Acc>;
   const WindowAxis &vertical = shape.height, &horizontal = shape.width;
   const bool channel_lanes = xs.channel == 1 && shape.channels > 1;
   const int64_t block = channel_lanes ? kChannelBlock : 1;
@@ -84,7 +106,7 @@ void max_pool_relu(const PoolShape& shape, const T* x, const Strides4& xs, T* y,
 
   torch::stable::parallel_for(0, shape.images * blocks, grain, [&](int64_t begin, int64_t end) {
     std::vector<Acc> best(std::max(block, horizontal.output));
-    std::vector<uint32_t> won(outputs * block), plane(channel_lanes ? outputs : 0);
+    std::vector<Code> won(outputs * block), plane(channel_lanes ? outputs : 0);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t image = task / blocks, first = task % blocks * block;
       const int64_t lanes = channel_lanes ? std::min(block, shape.channels - first) : 0;
@@ -100,7 +122,7 @@ void max_pool_relu(const PoolShape& shape, const T* x, const Strides4& xs, T* y,
         };
         if (channel_lanes) {
           for (int64_t ow = 0; ow < horizontal.output; ++ow) {
-            uint32_t* codes_here = won.data() + (oh * horizontal.output + ow) * block;
+            Code* codes_here = won.data() + (oh * horizontal.output + ow) * block;
             std::fill_n(best.data(), lanes, -std::numeric_limits<Acc>::infinity());
             std::fill_n(codes_here, lanes, dead);
             const int64_t left = ow * horizontal.stride - horizontal.padding;
@@ -108,8 +130,8 @@ void max_pool_relu(const PoolShape& shape, const T* x, const Strides4& xs, T* y,
               for (int64_t kw = 0; kw < horizontal.kernel; ++kw) {
                 const int64_t w = left + kw * horizontal.dilation;
                 if (w < 0 || w >= horizontal.input) continue;
-                take_position<1>(row + w * xs.column, 1, lanes, position + kw, best.data(),
-                                 codes_here);
+                take_position(row + w * xs.column, 1, lanes, position + kw, best.data(),
+                              codes_here);
               }
             });
             finish_row(best.data(), codes_here, lanes, dead, y_task + oh * ys.row + ow * ys.column,
@@ -117,7 +139,7 @@ void max_pool_relu(const PoolShape& shape, const T* x, const Strides4& xs, T* y,
           }
           continue;
         }
-        uint32_t* codes_here = won.data() + oh * horizontal.output;
+        Code* codes_here = won.data() + oh * horizontal.output;
         std::fill_n(best.data(), horizontal.output, -std::numeric_limits<Acc>::infinity());
         std::fill_n(codes_here, horizontal.output, dead);
         for_each_row([&](const T* row, int64_t position) {

@@ -12,6 +12,7 @@
 #include "../common/bits.h"
 #include "../common/check.h"
 #include "../common/dispatch.h"
+#include "simd.h"
 #include "strided.h"
 
 namespace memopt::cpu {
@@ -22,55 +23,46 @@ using torch::stable::Tensor;
 // Mask bytes per task: a task's 8 Ki elements fill the L1 cache.
 constexpr int64_t kGrain = 1024;
 
-// Calls body(byte, first element, elements) for every byte of a mask over numel elements.
-template <typename Body>
-void for_each_byte(int64_t numel, const Body& body) {
-  torch::stable::parallel_for(0, bytes_for_bits(numel), kGrain, [&](int64_t begin, int64_t end) {
-    body(begin, end, begin * 8, std::min(end * 8, numel));
-  });
+// Both handle eight elements; where fewer are left their neighbours on the stack are handled too.
+template <typename T>
+uint8_t relu_block(const T* x, T* y) {
+  const auto value = load_strided<8, 1>(x, 1);
+  const auto keep = __builtin_convertvector(~(value <= 0), Vector<int32_t, 8>);
+  copy_masked(x, keep, y);
+  return bits_of(keep);
 }
 
 template <typename T>
-uint8_t relu_block(const T* x, T* y, int count) {
-  uint8_t bits = 0;
-  for (int k = 0; k < count; ++k) {
-    const bool keep = !(x[k] <= T(0));
-    y[k] = keep ? x[k] : T(0);
-    bits |= static_cast<uint8_t>(keep) << k;
-  }
-  return bits;
+void mask_block(const T* grad, uint8_t bits, T* out) {
+  copy_masked(grad, lanes_of(bits), out);
 }
 
-template <typename T>
-void mask_block(const T* grad, uint8_t bits, T* out, int count) {
-  for (int k = 0; k < count; ++k) out[k] = (bits >> k) & 1 ? grad[k] : T(0);
-}
-
-// Runs body(in, out, byte index, count) on blocks of eight elements, in row-major order, whatever
-// the strides of source and target: strided ones pass through a block of eight on the stack.
+// Runs body(in, out, byte index, elements) on blocks of eight elements, in row-major order,
+// whatever the strides of source and target. Strided and incomplete blocks pass through one on the
+// stack.
 template <typename T, typename Body>
 void for_each_block(const Tensor& source, const Tensor& target, const Body& body) {
   const T* in = source.const_data_ptr<T>();
   T* out = target.mutable_data_ptr<T>();
   const bool dense = source.is_contiguous() && target.is_contiguous();
-  for_each_byte(source.numel(), [&](int64_t byte, int64_t byte_end, int64_t first, int64_t last) {
+  const int64_t numel = source.numel();
+  torch::stable::parallel_for(0, bytes_for_bits(numel), kGrain, [&](int64_t byte, int64_t end) {
     if (dense) {
-      for (; byte < byte_end; ++byte) {
-        const int64_t i = byte * 8;
-        body(in + i, out + i, byte, static_cast<int>(std::min<int64_t>(8, last - i)));
-      }
-      return;
+      for (; byte < std::min(end, numel / 8); ++byte) body(in + byte * 8, out + byte * 8, byte, 8);
     }
-    StridedCursor from(source, first), to(target, first);
-    for (; byte < byte_end; ++byte) {
-      std::array<T, 8> in_block, out_block;
-      const int count = static_cast<int>(std::min<int64_t>(8, last - byte * 8));
+    StridedCursor from(source, byte * 8), to(target, byte * 8);
+    for (; byte < end; ++byte) {
+      std::array<T, 8> in_block{}, out_block;
+      const int count = static_cast<int>(std::min<int64_t>(8, numel - byte * 8));
       for (int k = 0; k < count; ++k, from.advance()) in_block[k] = in[from.offset()];
       body(in_block.data(), out_block.data(), byte, count);
       for (int k = 0; k < count; ++k, to.advance()) out[to.offset()] = out_block[k];
     }
   });
 }
+
+// A mask's unused last bits are zero.
+constexpr uint8_t used_bits(int count) { return static_cast<uint8_t>((1 << count) - 1); }
 
 std::tuple<Tensor, Tensor> relu(const Tensor& input) {
   Tensor output = torch::stable::empty_like(input);
@@ -79,7 +71,7 @@ std::tuple<Tensor, Tensor> relu(const Tensor& input) {
   dispatch_floating(input.scalar_type(), "relu", "input", [&](auto zero) {
     using T = decltype(zero);
     for_each_block<T>(input, output, [&](const T* x, T* y, int64_t byte, int count) {
-      bytes[byte] = relu_block(x, y, count);
+      bytes[byte] = relu_block(x, y) & used_bits(count);
     });
   });
   return {output, mask};
@@ -97,8 +89,8 @@ Tensor relu_backward(const Tensor& grad, const Tensor& mask) {
   Tensor output = torch::stable::empty_like(grad);
   dispatch_floating(grad.scalar_type(), "relu_backward", "grad", [&](auto zero) {
     using T = decltype(zero);
-    for_each_block<T>(grad, output, [&](const T* in, T* out, int64_t byte, int count) {
-      mask_block(in, bytes[byte], out, count);
+    for_each_block<T>(grad, output, [&](const T* in, T* out, int64_t byte, int) {
+      mask_block(in, bytes[byte], out);
     });
   });
   return output;
