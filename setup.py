@@ -15,7 +15,7 @@ Environment variables:
 
 from __future__ import annotations
 
-import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -172,11 +172,11 @@ def jobs() -> int:
 
 
 def source_digest() -> str:
-    """Names the sources a library was built from; memopt._libraries computes the same."""
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "csrc").rglob("*.*")):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    """Names the sources a library is built from, in the loader's own words."""
+    spec = importlib.util.spec_from_file_location("libraries", ROOT / "memopt/_libraries.py")
+    libraries = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(libraries)
+    return libraries.source_digest(ROOT)
 
 
 class BuildExtension(cpp_extension.BuildExtension):

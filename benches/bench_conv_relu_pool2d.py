@@ -1,4 +1,4 @@
-"""conv_relu_pool2d against conv2d, relu and max_pool2d, at the shapes of small and of known nets."""
+"""conv_relu_pool2d against conv2d, relu and max_pool2d, in small and in known nets."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -84,59 +84,13 @@ def test_public_functions_are_in_nn_functional(file):
 
 # -- An op is added by adding files ----------------------------------------------------------------
 
-TOY = {
-    "memopt/ops/toy.py": """
-        import torch
-        from memopt._registry import Op
 
-        __all__ = ["toy"]
-
-        def _setup_context(ctx, inputs, output):
-            pass
-
-        def _backward(ctx, grad):
-            return 3 * grad
-
-        _toy = Op(
-            "toy",
-            "(Tensor input) -> Tensor",
-            reference=lambda input: input * 3,
-            fake=torch.empty_like,
-            setup_context=_setup_context,
-            backward=_backward,
-        )
-
-        def toy(input):
-            return _toy(input)
-    """,
-    "memopt/nn/toy.py": """
-        import torch
-        from memopt.ops.toy import toy
-
-        __all__ = ["Toy"]
-
-        class Toy(torch.nn.Module):
-            def forward(self, input):
-                return toy(input)
-    """,
-    "csrc/cpu/toy.cpp": """
-        #include <torch/csrc/stable/library.h>
-        #include <torch/csrc/stable/ops.h>
-        #include <torch/csrc/stable/tensor.h>
-
-        using torch::stable::Tensor;
-
-        Tensor toy(const Tensor& input) {
-          Tensor output = torch::stable::empty_like(input);
-          const float* x = input.const_data_ptr<float>();
-          float* y = output.mutable_data_ptr<float>();
-          for (int64_t i = 0; i < input.numel(); ++i) y[i] = 3 * x[i];
-          return output;
-        }
-
-        STABLE_TORCH_LIBRARY_IMPL(memopt, CPU, m) { m.impl("toy", TORCH_BOX(&toy)); }
-    """,
-}
+def documented_files() -> dict[str, str]:
+    """The files of the worked example in docs/architecture.md, by path."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    found = re.findall(r"^\*\*\d\. `([^`]+)`\*\*.*?^```\w+\n(.*?)^```$", text, re.M | re.S)
+    assert len(found) == 5, [path for path, _ in found]
+    return dict(found)
 
 
 def test_an_op_is_added_by_files_alone(tmp_path):
@@ -145,19 +99,21 @@ def test_an_op_is_added_by_files_alone(tmp_path):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tmp_path)
-    for file, text in TOY.items():
-        (tmp_path / file).write_text(textwrap.dedent(text))
+    for folder in ("tests", "benches"):
+        (tmp_path / folder).mkdir()
+    for file in ("tests/conftest.py", "tests/support.py", "benches/harness.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    for file, text in documented_files().items():
+        (tmp_path / file).write_text(text)
     levels = {"MEMOPT_NO_CUDA": "1", "MEMOPT_CPU_LEVELS": "baseline"}
     run_python("setup.py", "build_ext", "--inplace", cwd=tmp_path, env=levels)
-    code = """
-        import torch, memopt
-        from memopt._registry import OPS
-        x = torch.ones(4, requires_grad=True)
-        with memopt.backend("cpu"):
-            assert OPS["toy"].has_kernel("CPU")
-            memopt.nn.Toy()(x).sum().backward()
-        assert x.grad.tolist() == [3.0] * 4
-        assert memopt.nn.functional.toy(x).tolist() == [3.0] * 4
-        torch.library.opcheck(torch.ops.memopt.toy.default, (x,))
-    """
-    run_python("-c", textwrap.dedent(code), cwd=tmp_path)
+
+    here = {"PYTHONPATH": str(tmp_path), "ATEN_CPU_CAPABILITY": "default"}
+    run_python("-m", "pytest", "-q", "tests/test_triple.py", cwd=tmp_path, env=here)
+    run_python("benches/bench_triple.py", "--quick", cwd=tmp_path, env=here)
+    code = (
+        "import torch, memopt\n"
+        "with memopt.backend('cpu'):\n"
+        "    print(memopt.nn.Triple()(torch.ones(4)).tolist())"
+    )
+    assert run_python("-c", code, cwd=tmp_path, env=here).stdout.strip() == str([3.0] * 4)
