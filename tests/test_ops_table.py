@@ -49,19 +49,20 @@ def test_op_is_complete(name):
     assert op.backward is not None or op.not_differentiable is not None
 
 
-def test_every_op_passes_opcheck():
+def test_every_op_passes_opcheck(tmp_path):
     """By `support.check_op` in the op's test file: in this run, else in one of its own."""
     missing = set(OPS) - checked_ops
     if missing:
         files = sorted({str(ROOT / f"tests/test_{file_of(name)}.py") for name in missing})
         code = (
             "import json, sys, pytest\n"
-            "status = pytest.main(['-q', '-k', 'opcheck', *sys.argv[1:]])\n"
+            "status = pytest.main(sys.argv[1:])\n"
             "import support\n"
             "print(json.dumps([int(status), sorted(support.checked_ops)]))"
         )
-        source = Path(memopt.__file__).parent.parent
-        result = run_python("-c", code, *files, cwd=ROOT, env={"PYTHONPATH": str(source)})
+        arguments = ("-q", "-c", str(ROOT / "pyproject.toml"), "-k", "opcheck", *files)
+        source = str(Path(memopt.__file__).parent.parent)
+        result = run_python("-c", code, *arguments, cwd=tmp_path, env={"PYTHONPATH": source})
         status, checked = json.loads(result.stdout.splitlines()[-1])
         assert status == 0, result.stdout
         missing -= set(checked)
