@@ -128,8 +128,12 @@ def main(arguments: list[str]) -> int:
     files = [str(ROOT / f"tests/test_{op}.py") for op in ops]
     # The reference is not compiled, and torch.compile's own code is not ours.
     selected = ["-k", "not reference and not compile"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected]
-    return subprocess.run([*command, *files, *arguments], cwd=ROOT, env=preloaded()).returncode
+    # The sanitizers write to file descriptor 2 and end the process: pytest must not hold that back.
+    command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *selected]
+    status = subprocess.run([*command, *files, *arguments], cwd=ROOT, env=preloaded()).returncode
+    if status:
+        print("sanitize: run `python tests/sanitize.py -v` to see in which test", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":
