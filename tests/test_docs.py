@@ -1,0 +1,33 @@
+"""What the documents show works as shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_examples_run():
+    examples = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert examples
+    for example in examples:
+        exec(compile(example, "README.md", "exec"), {})
+
+
+def test_the_readme_has_two_set_up_commands():
+    commands = re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert commands == [
+        "pip install '.[demo]' && python -m memopt demo\n",
+        "pip install '.[test]' && pytest\n",
+    ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *ROOT.glob("docs/*.md")], ids=str)
+def test_links_lead_somewhere(page):
+    page = ROOT / page
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
