@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,7 @@ from torch._prims_common import suggest_memory_format
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     """The convolution's and the pool's parameters, in the order of the op's schema."""
 
     stride: Sequence[int]

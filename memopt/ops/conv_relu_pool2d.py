@@ -263,7 +263,7 @@ def conv_relu_pool2d(
         input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
     batch = input if input.dim() == 4 else input.unsqueeze(0)
-    output, _ = _conv_relu_pool2d(batch, weight, bias, *vars(windows).values(), save_codes)
+    output, _ = _conv_relu_pool2d(batch, weight, bias, *windows, save_codes)
     return output if input.dim() == 4 else output.squeeze(0)
 
 
