@@ -103,9 +103,7 @@ def test_every_op_runs_where_it_says():
 
 def test_an_op_without_a_kernel_is_named_below_the_table(monkeypatch):
     has_kernel = Op.has_kernel
-    monkeypatch.setattr(
-        Op, "has_kernel", lambda op, key: op.name != "relu" and has_kernel(op, key)
-    )
+    monkeypatch.setattr(Op, "has_kernel", lambda op, key: op.name != "relu" and has_kernel(op, key))
     text = info.render(info.collect())
     assert rows(text)["relu"][0] == "reference"
     assert "reference on cpu: the library has no kernel for relu\n" in text + "\n"

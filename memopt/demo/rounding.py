@@ -13,16 +13,14 @@ stock one by the rounding errors of a few steps, and by every error of its gradi
 is measured and not assumed: a stock network of higher precision (float64 beside float32, float32
 beside autocast) does the same, and what it drifts by is the stock network's own rounding error.
 
-Per stretch the largest drift counts; of all stretches the upper quartile: the few stretches in which
-a ReLU flips lie above it, and an error in one batch of an epoch, such as the last, smaller one,
-lifts it. Rounding explains
+Per stretch the largest drift counts, and of all stretches the upper quartile: the few in which a
+ReLU flips lie above it, and a fault in one batch of an epoch, such as the last, smaller one, lifts
+it. Rounding explains
 
     quartile of memopt  <=  FACTOR x quartile of the higher precision + one rounding of the loss
 
 since a result with the stock layers' accuracy is as far from the exact one as the stock result is,
-hence at most twice as far from the stock result; the rest of the factor is margin. Measured over
-seeds 0 to 9 in float32, memopt reaches MEASURED of what is allowed, and a gradient that is 1 % wrong in
-the weights of one layer exceeds it CAUGHT times or more. Under autocast rounding is 65,536 times coarser, and only gross errors show.
+hence at most twice as far from the stock result; the rest of the factor is margin.
 """
 
 from __future__ import annotations
