@@ -1,1 +1,1 @@
-"""The main job."""
+"""`memopt demo`: real networks learn real digits, of stock layers and of memopt layers."""
