@@ -133,7 +133,9 @@ def dequantize(q: Quantized) -> Tensor:
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     """A seed for the rounding, from torch's generator of the device and left on the device."""
-    return torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)
+    like = torch.empty((), dtype=torch.int64, device=device)
+    # random_ without the underscore: torch.compile takes it, and then draws eager's numbers.
+    return torch.ops.aten.random.default(like, generator=generator)
 
 
 def packed_sizes(numel: int, bits: int, group_size: int) -> tuple[int, int]:
@@ -172,13 +174,15 @@ def check_packed(
 
 
 def _is_disjoint(x: Tensor) -> bool:
-    """Whether no two elements share memory; False also where that takes more than a look."""
-    reach = 1
-    for stride, size in sorted((st, n) for n, st in zip(x.shape, x.stride(), strict=True) if n > 1):
-        if stride < reach:
-            return x.numel() == 0
-        reach = stride * (size - 1) + reach
-    return True
+    """Whether every dimension steps over all that the smaller ones reach, so no memory is shared."""
+    if x.is_contiguous() or x.numel() == 0:
+        return True
+    # By pairs: torch.compile cannot trace sorted() by symbolic strides.
+    dims = [(n, step) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1]
+    return all(
+        step > sum((n - 1) * s for e, (n, s) in enumerate(dims) if e != d and s <= step)
+        for d, (_, step) in enumerate(dims)
+    )
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
