@@ -27,16 +27,25 @@ class StridedCursor {
 
   int64_t offset() const { return offset_; }
 
-  void advance() {
-    for (int64_t d = static_cast<int64_t>(sizes_.size()) - 1; d >= 0; --d) {
-      offset_ += strides_[d];
-      if (++index_[d] < sizes_[d]) return;
+  void advance() { carry(static_cast<int64_t>(sizes_.size()) - 1, 1); }
+
+  // Elements from here to the end of the innermost dimension, and the step from one to the next.
+  int64_t run() const { return sizes_.empty() ? 1 : sizes_.back() - index_.back(); }
+  int64_t step() const { return strides_.empty() ? 1 : strides_.back(); }
+
+  // Past `count` elements, at most run().
+  void skip(int64_t count) { carry(static_cast<int64_t>(sizes_.size()) - 1, count); }
+
+ private:
+  void carry(int64_t d, int64_t count) {
+    for (; d >= 0; --d, count = 1) {
+      offset_ += count * strides_[d];
+      if ((index_[d] += count) < sizes_[d]) return;
       offset_ -= sizes_[d] * strides_[d];
       index_[d] = 0;
     }
   }
 
- private:
   std::vector<int64_t> sizes_, strides_, index_;
   int64_t offset_ = 0;
 };
