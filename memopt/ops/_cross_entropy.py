@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from memopt.ops import _linear
@@ -41,83 +41,40 @@ def what_counts(target: Tensor, weight: Tensor | None, ignore_index: int) -> tup
     return counted.sum(), torch.where(counted, weight[torch.where(counted, target, 0)], 0).sum()
 
 
-def reference(
+def fake(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     linear_bias: Tensor | None,
     weight: Tensor | None,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    keep_logits_grad: bool,
-    want_input: bool,
-    want_weight: bool,
-    want_bias: bool,
-    chunk_rows: int,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wanted = (want_input, want_weight, want_bias)
+    reduction, _, _, keep_logits_grad, *wanted, chunk_rows = settings
     check_arguments(
         "linear_cross_entropy", input, linear_weight, target, linear_bias, weight, chunk_rows
     )
     check_kept(reduction, keep_logits_grad, wanted)
-    rows, classes = input.shape[0], linear_weight.shape[0]
     sums = _linear.accumulator(input.dtype)
-    class_weight = None if weight is None else weight.to(sums)
-    losses = input.new_empty((rows,), dtype=sums)
+    rows, classes = input.shape[0], linear_weight.shape[0]
+    loss = input.new_empty((rows,) if reduction == "none" else (), dtype=sums)
     kept = input.new_empty((rows, classes) if keep_logits_grad else (0, 0))
-    gradients = _linear.Gradients(input, linear_weight, wanted)
-    for chunk in _linear.chunks(rows, rows or 1 if keep_logits_grad else chunk_rows):
-        logits = F.linear(input[chunk], linear_weight, linear_bias).to(sums)
-        losses[chunk] = F.cross_entropy(
-            logits,
-            target[chunk],
-            class_weight,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction="none",
-        )
-        if keep_logits_grad or any(wanted):
-            ones = torch.ones_like(losses[chunk])
-            dz = logits_gradient(
-                logits, target[chunk], class_weight, ignore_index, label_smoothing, ones
-            ).to(input.dtype)
-            gradients.add(chunk, dz)
-            if keep_logits_grad:
-                kept[chunk] = dz
-    loss = losses if reduction == "none" else losses.sum()
-    scale = input.new_ones((), dtype=sums)
-    if reduction == "mean":
-        counted, divisor = what_counts(target, class_weight, ignore_index)
-        loss = loss / divisor
-        # Where every row is ignored the mean is NaN, and its gradient 0.
-        scale = torch.where(counted == 0, 0, 1 / divisor.to(sums))
-    return loss, scale, kept, *gradients.finish(rounded=input.dtype != torch.float16)
+    dtype = sums if input.dtype == torch.float16 else input.dtype
+    gradients = _linear.fake_gradients(input, linear_weight, wanted, dtype)
+    return loss, input.new_empty((), dtype=sums), kept, *gradients
 
 
-def backward_reference(
+def backward_fake(
     grad: Tensor,
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     linear_bias: Tensor | None,
     weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    want_input: bool,
-    want_weight: bool,
-    want_bias: bool,
-    chunk_rows: int,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, *wanted, chunk_rows = settings
     check_backward(grad, input, linear_weight, target, linear_bias, weight, chunk_rows)
-    gradients = _linear.Gradients(input, linear_weight, (want_input, want_weight, want_bias))
-    for chunk in _linear.chunks(input.shape[0], chunk_rows):
-        logits = F.linear(input[chunk], linear_weight, linear_bias).to(grad.dtype)
-        dz = logits_gradient(
-            logits, target[chunk], weight, ignore_index, label_smoothing, grad[chunk]
-        )
-        gradients.add(chunk, dz.to(input.dtype))
-    return gradients.finish()
+    return _linear.fake_gradients(input, linear_weight, wanted, input.dtype)
 
 
 def check_arguments(
@@ -246,3 +203,36 @@ def check_bounds(target: Tensor, classes: int, ignore_index: int) -> None:
             f"linear_cross_entropy: target {wrong[0].item()} is out of bounds, needs to be in "
             f"[0, {classes}) or ignore_index {ignore_index}"
         )
+
+
+def chunk_rows_of(options: Any) -> int | None:
+    """The rows per chunk that torch's options ask for."""
+    if options is None:
+        return None
+    stock = getattr(torch.nn, "LinearCrossEntropyOptions", None)  # torch >= 2.13
+    if stock is None or not isinstance(options, stock):
+        raise TypeError(
+            f"linear_cross_entropy: options is a {type(options).__name__}, needs to be None or a "
+            "torch.nn.LinearCrossEntropyOptions (torch >= 2.13)"
+        )
+    return options.batch_chunk_size
+
+
+def plan(
+    rows: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, chunk_rows: int
+) -> tuple[bool, tuple[bool, bool, bool]]:
+    """What the forward pass keeps: the logits' gradient, or which of the linear layer's."""
+    nothing = (False, False, False)
+    if not torch.is_grad_enabled():
+        return False, nothing
+    wanted = (
+        rows.requires_grad,
+        linear_weight.requires_grad,
+        linear_bias is not None and linear_bias.requires_grad,
+    )
+    classes = linear_weight.shape[0]
+    elements = zip((rows.numel(), linear_weight.numel(), classes), wanted, strict=True)
+    needed = sum(count for count, want in elements if want)
+    if rows.shape[0] <= chunk_rows and rows.shape[0] * classes <= needed:
+        return any(wanted), nothing
+    return False, wanted

@@ -25,29 +25,62 @@ from memopt.ops import _cross_entropy, _linear
 
 __all__ = ["linear_cross_entropy"]
 
+
 # -- Forward ---------------------------------------------------------------------------------------
 
 
-def _fake(
+def _reference(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     linear_bias: Tensor | None,
     weight: Tensor | None,
-    *settings: Any,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    keep_logits_grad: bool,
+    want_input: bool,
+    want_weight: bool,
+    want_bias: bool,
+    chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    reduction, _, _, keep_logits_grad, *wanted, chunk_rows = settings
+    wanted = (want_input, want_weight, want_bias)
     _cross_entropy.check_arguments(
         "linear_cross_entropy", input, linear_weight, target, linear_bias, weight, chunk_rows
     )
     _cross_entropy.check_kept(reduction, keep_logits_grad, wanted)
-    sums = _linear.accumulator(input.dtype)
     rows, classes = input.shape[0], linear_weight.shape[0]
-    loss = input.new_empty((rows,) if reduction == "none" else (), dtype=sums)
+    sums = _linear.accumulator(input.dtype)
+    class_weight = None if weight is None else weight.to(sums)
+    losses = input.new_empty((rows,), dtype=sums)
     kept = input.new_empty((rows, classes) if keep_logits_grad else (0, 0))
-    dtype = sums if input.dtype == torch.float16 else input.dtype
-    gradients = _linear.fake_gradients(input, linear_weight, wanted, dtype)
-    return loss, input.new_empty((), dtype=sums), kept, *gradients
+    gradients = _linear.Gradients(input, linear_weight, wanted)
+    for chunk in _linear.chunks(rows, rows or 1 if keep_logits_grad else chunk_rows):
+        logits = F.linear(input[chunk], linear_weight, linear_bias).to(sums)
+        losses[chunk] = F.cross_entropy(
+            logits,
+            target[chunk],
+            class_weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction="none",
+        )
+        if keep_logits_grad or any(wanted):
+            ones = torch.ones_like(losses[chunk])
+            dz = _cross_entropy.logits_gradient(
+                logits, target[chunk], class_weight, ignore_index, label_smoothing, ones
+            ).to(input.dtype)
+            gradients.add(chunk, dz)
+            if keep_logits_grad:
+                kept[chunk] = dz
+    loss = losses if reduction == "none" else losses.sum()
+    scale = input.new_ones((), dtype=sums)
+    if reduction == "mean":
+        counted, divisor = _cross_entropy.what_counts(target, class_weight, ignore_index)
+        loss = loss / divisor
+        # Where every row is ignored the mean is NaN, and its gradient 0.
+        scale = torch.where(counted == 0, 0, 1 / divisor.to(sums))
+    return loss, scale, kept, *gradients.finish(rounded=input.dtype != torch.float16)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -112,20 +145,31 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.mul_(factor).to(dtype)
 
 
-def _backward_fake(
+def _backward_reference(
     grad: Tensor,
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     linear_bias: Tensor | None,
     weight: Tensor | None,
-    *settings: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    want_input: bool,
+    want_weight: bool,
+    want_bias: bool,
+    chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, *wanted, chunk_rows = settings
     _cross_entropy.check_backward(
         grad, input, linear_weight, target, linear_bias, weight, chunk_rows
     )
-    return _linear.fake_gradients(input, linear_weight, wanted, input.dtype)
+    gradients = _linear.Gradients(input, linear_weight, (want_input, want_weight, want_bias))
+    for chunk in _linear.chunks(input.shape[0], chunk_rows):
+        logits = F.linear(input[chunk], linear_weight, linear_bias).to(grad.dtype)
+        dz = _cross_entropy.logits_gradient(
+            logits, target[chunk], weight, ignore_index, label_smoothing, grad[chunk]
+        )
+        gradients.add(chunk, dz.to(input.dtype))
+    return gradients.finish()
 
 
 # -- Registration ----------------------------------------------------------------------------------
@@ -144,8 +188,8 @@ _linear_cross_entropy = Op(
     "str reduction, int ignore_index, float label_smoothing, bool keep_logits_grad, "
     "bool want_input, bool want_weight, bool want_bias, SymInt chunk_rows) -> (Tensor loss, "
     "Tensor scale, Tensor logits_grad, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-    reference=_cross_entropy.reference,
-    fake=_fake,
+    reference=_reference,
+    fake=_cross_entropy.fake,
     setup_context=_setup_context,
     backward=_backward,
     autocast=_autocast,
@@ -156,8 +200,8 @@ _linear_cross_entropy_backward = Op(
     "(Tensor grad, Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
     "Tensor? weight, int ignore_index, float label_smoothing, bool want_input, bool want_weight, "
     "bool want_bias, SymInt chunk_rows) -> (Tensor, Tensor, Tensor)",
-    reference=_cross_entropy.backward_reference,
-    fake=_backward_fake,
+    reference=_backward_reference,
+    fake=_cross_entropy.backward_fake,
     not_differentiable="differentiate linear_cross_entropy itself, with create_graph=True",
 )
 
@@ -233,18 +277,12 @@ def linear_cross_entropy(
 
     _cross_entropy.check_bounds(target, linear_weight.shape[0], ignore_index)
     rows = _linear.as_rows(input)
-    chunk_rows = _chunk_rows(options) or _linear.rows_per_chunk(linear_weight.shape[0], input.dtype)
+    chunk_rows = _cross_entropy.chunk_rows_of(options) or _linear.rows_per_chunk(
+        linear_weight.shape[0], input.dtype
+    )
     keep_logits_grad, wanted = False, (False, False, False)
-    if reduction != "none" and torch.is_grad_enabled():
-        wanted = (
-            input.requires_grad,
-            linear_weight.requires_grad,
-            linear_bias is not None and linear_bias.requires_grad,
-        )
-        gradients = (rows.numel(), linear_weight.numel(), linear_weight.shape[0])
-        needed = sum(n for n, want in zip(gradients, wanted, strict=True) if want)
-        if rows.shape[0] <= chunk_rows and rows.shape[0] * linear_weight.shape[0] <= needed:
-            keep_logits_grad, wanted = True, (False, False, False)
+    if reduction != "none":
+        keep_logits_grad, wanted = _cross_entropy.plan(rows, linear_weight, linear_bias, chunk_rows)
     loss = _linear_cross_entropy(
         rows,
         linear_weight,
@@ -259,16 +297,3 @@ def linear_cross_entropy(
         chunk_rows,
     )[0]
     return loss.view(target.shape) if reduction == "none" and target.dim() != 1 else loss
-
-
-def _chunk_rows(options: Any) -> int | None:
-    """The rows per chunk that torch's options ask for."""
-    if options is None:
-        return None
-    stock = getattr(torch.nn, "LinearCrossEntropyOptions", None)  # torch >= 2.13
-    if stock is None or not isinstance(options, stock):
-        raise TypeError(
-            f"linear_cross_entropy: options is a {type(options).__name__}, needs to be None or a "
-            "torch.nn.LinearCrossEntropyOptions (torch >= 2.13)"
-        )
-    return options.batch_chunk_size
