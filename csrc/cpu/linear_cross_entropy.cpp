@@ -181,13 +181,14 @@ using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The loss; the factor by which its backward pass multiplies the gradients kept here, which are
 // those of the SUM of the losses (1 / N of it would underflow in float16); and these: dz, or dX, dW
-// and db. dW and db of float16 stay in float32, whose range a sum needs.
+// and db. dW and db of float16 stay in float32, whose range a sum needs. (overwrite_kept is for
+// autograd: the caller drops all but the loss, so backward may scale these in place.)
 Results linear_cross_entropy(const Tensor& input, const Tensor& linear_weight, const Tensor& target,
                              const std::optional<Tensor>& linear_bias,
                              const std::optional<Tensor>& weight, std::string reduction,
                              int64_t ignore_index, double label_smoothing, bool keep_logits_grad,
                              bool want_input, bool want_weight, bool want_bias,
-                             int64_t chunk_rows) {
+                             bool /*overwrite_kept*/, int64_t chunk_rows) {
   const Arguments a{
       "linear_cross_entropy", input,           linear_weight, target, linear_bias, weight,
       ignore_index,           label_smoothing, chunk_rows};

@@ -49,7 +49,7 @@ def fake(
     weight: Tensor | None,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    reduction, _, _, keep_logits_grad, *wanted, chunk_rows = settings
+    reduction, _, _, keep_logits_grad, *wanted, _, chunk_rows = settings
     check_arguments(
         "linear_cross_entropy", input, linear_weight, target, linear_bias, weight, chunk_rows
     )

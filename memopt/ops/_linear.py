@@ -156,3 +156,8 @@ def linear_backward(
 def only_wanted(gradients: tuple[Tensor, ...], wanted: Sequence[bool]) -> tuple[Any, ...]:
     """The tensors without elements that stand for gradients nobody wants, as None."""
     return tuple(g if want else None for g, want in zip(gradients, wanted, strict=True))
+
+
+def graph_is_retained() -> bool:
+    """Whether the backward pass now running may run again (retain_graph=True)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

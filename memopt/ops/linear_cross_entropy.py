@@ -42,6 +42,7 @@ def _reference(
     want_input: bool,
     want_weight: bool,
     want_bias: bool,
+    overwrite_kept: bool,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wanted = (want_input, want_weight, want_bias)
@@ -86,7 +87,7 @@ def _reference(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     input, linear_weight, target, linear_bias, weight, *rest = inputs
     ctx.reduction, ctx.ignore_index, ctx.label_smoothing = rest[:3]
-    ctx.keeps_logits_grad, *ctx.formed, ctx.chunk_rows = rest[3:]
+    ctx.keeps_logits_grad, *ctx.formed, ctx.overwrite_kept, ctx.chunk_rows = rest[3:]
     ctx.save_for_backward(input, linear_weight, target, linear_bias, weight, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -100,6 +101,8 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     wanted = (needs[1], needs[2], needs[4])
     factor = grad * scale  # of one row with reduction="none", where scale is 1
     row_loss = (ctx.ignore_index, ctx.label_smoothing)
+    # Backward may overwrite what is kept where it cannot run again, unless it is being traced.
+    in_place = ctx.overwrite_kept and type(factor) is Tensor and not _linear.graph_is_retained()
     result: tuple[Tensor | None, ...]
     if torch.is_grad_enabled():
         logits = F.linear(input, linear_weight, linear_bias).to(scale.dtype)
@@ -108,13 +111,13 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         )
         result = _linear.linear_backward(dz.to(input.dtype), input, linear_weight, wanted)
     elif ctx.keeps_logits_grad:
-        dz = _scaled(dz, factor, input.dtype)
+        dz = _scaled(dz, factor, input.dtype, in_place)
         result = _linear.linear_backward(dz, input, linear_weight, wanted)
     elif ctx.reduction != "none" and all(
         had or not want for had, want in zip(ctx.formed, wanted, strict=True)
     ):
         result = tuple(
-            _scaled(g, factor, input.dtype) if want else None
+            _scaled(g, factor, input.dtype, in_place) if want else None
             for g, want in zip(formed, wanted, strict=True)
         )
     else:
@@ -136,13 +139,10 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return grad_input, grad_weight, None, grad_bias
 
 
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient · factor, in the gradient's own memory where backward cannot run again."""
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
     if gradient.dtype != factor.dtype:  # a factor such as a loss scale may not fit float16
         return (gradient.to(factor.dtype) * factor).to(dtype)
-    if torch._C._autograd._get_current_graph_task_keep_graph():
-        return (gradient * factor).to(dtype)
-    return gradient.mul_(factor).to(dtype)
+    return (gradient.mul_(factor) if in_place else gradient * factor).to(dtype)
 
 
 def _backward_reference(
@@ -186,8 +186,9 @@ _linear_cross_entropy = Op(
     "linear_cross_entropy",
     "(Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
     "str reduction, int ignore_index, float label_smoothing, bool keep_logits_grad, "
-    "bool want_input, bool want_weight, bool want_bias, SymInt chunk_rows) -> (Tensor loss, "
-    "Tensor scale, Tensor logits_grad, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    "bool want_input, bool want_weight, bool want_bias, bool overwrite_kept, SymInt chunk_rows) -> "
+    "(Tensor loss, Tensor scale, Tensor logits_grad, Tensor grad_input, Tensor grad_weight, "
+    "Tensor grad_bias)",
     reference=_reference,
     fake=_cross_entropy.fake,
     setup_context=_setup_context,
@@ -238,8 +239,7 @@ def linear_cross_entropy(
         ignore_index: the target of rows that do not count; None means -100.
         label_smoothing: from 0 to 1.
         options: a `torch.nn.LinearCrossEntropyOptions`, whose `batch_chunk_size` is followed.
-            Its other fields have nothing to choose here: sums are always kept in float32, and
-            backward can always run again.
+            Its other fields choose nothing: sums are in float32, backward may run again.
 
     Returns:
         The loss: a scalar, or (...) with reduction="none".
@@ -294,6 +294,7 @@ def linear_cross_entropy(
         label_smoothing,
         keep_logits_grad,
         *wanted,
+        True,  # nobody else sees what is kept
         chunk_rows,
     )[0]
     return loss.view(target.shape) if reduction == "none" and target.dim() != 1 else loss
