@@ -1,0 +1,91 @@
+"""Linear layer and cross-entropy loss as one layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.loss import _WeightedLoss
+
+from memopt.ops.linear_cross_entropy import linear_cross_entropy
+
+__all__ = ["LinearCrossEntropyLoss"]
+
+
+class LinearCrossEntropyLoss(_WeightedLoss):
+    """`torch.nn.LinearCrossEntropyLoss` (torch 2.13) without the logits, with every torch.
+
+    Constructor, parameters and state_dict are the stock layer's: `linear.weight`, `linear.bias` and
+    the buffer `weight`. `memopt.nn.functional.linear_cross_entropy` tells what the arguments do.
+
+    Raises:
+        NotImplementedError: `out_features` is given: the loss is K-dimensional.
+
+    Example:
+        >>> import torch, memopt
+        >>> loss = memopt.nn.LinearCrossEntropyLoss(8, 3)
+        >>> loss(torch.randn(2, 8), torch.tensor([0, 2])).shape
+        torch.Size([])
+    """
+
+    __constants__ = ("num_classes", "out_features", "reduction", "ignore_index", "label_smoothing")
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        options: Any = None,
+    ) -> None:
+        if out_features:
+            raise NotImplementedError(
+                f"LinearCrossEntropyLoss: out_features is {tuple(out_features)}, needs to be (); "
+                "for a K-dimensional loss use torch.nn.LinearCrossEntropyLoss"
+            )
+        if weight is not None and tuple(weight.shape) != (num_classes,):
+            raise RuntimeError(
+                f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, needs "
+                f"({num_classes},)"
+            )
+        if not 0 <= label_smoothing <= 1:
+            raise RuntimeError(
+                f"LinearCrossEntropyLoss: label_smoothing is {label_smoothing}, needs to be "
+                "between 0 and 1"
+            )
+        super().__init__(weight=weight, reduction=reduction)
+        self.num_classes = num_classes
+        self.out_features = ()
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.linear = torch.nn.Linear(
+            in_features, num_classes, bias=bias, device=device, dtype=dtype
+        )
+        self.options = options
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            linear_bias=self.linear.bias,
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            options=self.options,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "
+            f"label_smoothing={self.label_smoothing}"
+        )

@@ -1,0 +1,347 @@
+"""Linear layer and cross-entropy in one, against the two stock functions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cross_entropy_cases import (
+    REDUCTIONS,
+    SIZES,
+    assert_like_stock,
+    loss_and_grads,
+    operands,
+    set_chunk_rows,
+    stock,
+)
+from memopt.nn.functional import linear_cross_entropy
+from support import (
+    DTYPES,
+    OPS,
+    assert_same_bits,
+    assert_same_for_threads,
+    check_op,
+    layouts,
+    peak_bytes,
+    saved_bytes,
+)
+
+pytestmark = pytest.mark.portable
+
+# -- Values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_values_and_gradients_are_stock(backend, size, reduction, dtype, monkeypatch):
+    set_chunk_rows(monkeypatch, 16)
+    args = operands(*size, dtype, backend.device)
+    # A gradient that differs from row to row; a mask among others.
+    grad = torch.rand(size[0] if reduction == "none" else (), device=backend.device)
+    grad = grad * (grad > 0.2)
+    class_weight = torch.rand(size[2], device=backend.device)
+    class_weight = class_weight.to(torch.promote_types(dtype, torch.float32))
+    assert_like_stock(args, grad, reduction=reduction)
+    some_class = (*args[:2], args[2].clamp(min=0), None)
+    assert_like_stock(some_class, grad, reduction=reduction, ignore_index=3)
+    assert_like_stock(args, grad, reduction=reduction, weight=class_weight, label_smoothing=0.1)
+    assert_like_stock(args, grad, reduction=reduction, label_smoothing=1.0)
+
+
+@given(
+    rows=st.integers(0, 12),
+    features=st.integers(0, 7),
+    classes=st.integers(1, 70),
+    chunk=st.integers(1, 14),
+    reduction=st.sampled_from(REDUCTIONS),
+    smoothing=st.sampled_from([0.0, 0.2]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape(backend, rows, features, classes, chunk, reduction, smoothing, seed):
+    torch.manual_seed(seed)
+    args = operands(rows, features, classes, device=backend.device)
+    settings = {"reduction": reduction, "label_smoothing": smoothing}
+    expected = loss_and_grads(stock, args, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        set_chunk_rows(patch, chunk)
+        actual = loss_and_grads(linear_cross_entropy, args, **settings)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-4, atol=1e-5, equal_nan=True)
+    for got, right in zip(actual[1:], expected[1:], strict=True):
+        if bool((args[2] == -100).all()):  # eager's mean gives NaN here; ours is exactly 0
+            right = torch.zeros_like(right)
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("features", [256, 257, 512, 4096])
+def test_the_bias_counts_once(backend, features):
+    assert_like_stock(operands(5, features, 6, device=backend.device))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_square_of_the_losses(backend, reduction):
+    args = operands(device=backend.device)
+
+    def squared(function):
+        return lambda *a, **s: function(*a, reduction=reduction, **s).square().sum()
+
+    actual = loss_and_grads(squared(linear_cross_entropy), args)
+    torch.testing.assert_close(actual, loss_and_grads(squared(stock), args))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_every_target_ignored(backend, size, reduction):
+    x, weight, target, bias = operands(*size, device=backend.device)
+    target = torch.full_like(target, -100)
+    loss, *grads = loss_and_grads(
+        linear_cross_entropy, (x, weight, target, bias), reduction=reduction
+    )
+    assert bool(loss.isnan().all() if reduction == "mean" else (loss == 0).all())
+    for grad in grads:
+        assert_same_bits(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_result_does_not_depend_on_the_chunks(backend, reduction, monkeypatch):
+    args = operands(40, 3, 33, torch.float64, backend.device)
+    results = []
+    for rows in (1, 7, 40, 100):
+        set_chunk_rows(monkeypatch, rows)
+        results.append(loss_and_grads(linear_cross_entropy, args, reduction=reduction))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-12, atol=1e-12)
+
+
+def test_low_precision_weight_gradient_does_not_drift_with_chunks(backend, monkeypatch):
+    args = operands(256, 4, 8, torch.bfloat16, backend.device)
+    wide = [a.detach().double().requires_grad_() if a.is_floating_point() else a for a in args]
+    exact = loss_and_grads(stock, wide)[2]
+
+    def error(rows: int) -> float:
+        set_chunk_rows(monkeypatch, rows)
+        grad = loss_and_grads(linear_cross_entropy, args)[2]
+        return torch.linalg.vector_norm(grad.double() - exact).item()
+
+    assert error(1) <= 1.2 * error(256)
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_float16_gradients_survive_small_and_large_factors(backend, size):
+    """The mean over N rows must not underflow before a loss scale lifts it, nor a sum overflow."""
+    args = operands(*size, torch.float16, backend.device)
+    scaled = loss_and_grads(linear_cross_entropy, args, torch.tensor(2.0**12))
+    expected = loss_and_grads(stock, args, torch.tensor(2.0**12))
+    torch.testing.assert_close(scaled[1:], expected[1:], rtol=0.02, atol=1.0)
+    x = torch.full((4096, 2), 100.0, dtype=torch.float16, device=backend.device)
+    weight = torch.zeros(40, 2, dtype=torch.float16, device=backend.device, requires_grad=True)
+    target = torch.zeros(4096, dtype=torch.long, device=backend.device)
+    linear_cross_entropy(x, weight, target).backward()
+    torch.testing.assert_close(
+        weight.grad[0].float(), torch.tensor([-97.5, -97.5]), rtol=1e-2, atol=0
+    )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_nan_and_infinity_as_stock(backend, reduction):
+    for value, row in itertools.product((math.nan, math.inf, -math.inf), (0, 5)):
+        x, weight, target, bias = operands(6, 5, 18, device=backend.device)
+        target = target.clamp(min=0)
+        with torch.no_grad():
+            bias[17] = value
+            x[row, 2] = math.nan
+        assert_like_stock((x, weight, target, bias), reduction=reduction)
+
+
+def test_any_strides(backend, monkeypatch):
+    set_chunk_rows(monkeypatch, 3)
+    x, weight, target, bias = operands(8, 3, 11, device=backend.device)
+    x = x.detach()[:1].expand(8, 3)
+    for x_, weight_, target_ in itertools.product(
+        layouts(x).values(), layouts(weight).values(), layouts(target).values()
+    ):
+        assert_like_stock((x_.requires_grad_(), weight_.requires_grad_(), target_, bias))
+    grad = torch.ones((), device=backend.device).expand(8)
+    assert_like_stock(operands(8, 3, 11, device=backend.device), grad, reduction="none")
+
+
+def test_leading_dimensions(backend):
+    x, weight, target, bias = operands(12, 5, 7, device=backend.device)
+    flat = linear_cross_entropy(x, weight, target, linear_bias=bias, reduction="none")
+    for lead in ((3, 4), (2, 3, 2)):
+        args = (x.view(*lead, 5), weight, target.view(lead))
+        losses = linear_cross_entropy(*args, linear_bias=bias, reduction="none")
+        assert_same_bits(losses, flat.view(lead))
+        assert linear_cross_entropy(*args).shape == ()
+    one = linear_cross_entropy(x[0], weight, target[0], linear_bias=bias)
+    torch.testing.assert_close(one, flat[0])
+    assert_same_bits(
+        linear_cross_entropy(x, weight, target.clamp(min=0).byte()).isfinite().item(), True
+    )
+
+
+def test_same_bits_for_any_number_of_threads(backend):
+    # The row kernels' own work: the stock matrix product with one feature has no sum to reorder.
+    args = operands(300, 1, 300, device=backend.device)
+    for tensor in args[:2]:
+        tensor.requires_grad_(False)
+    assert_same_for_threads(lambda: loss_and_grads(linear_cross_entropy, args))
+
+
+def test_the_same_value_with_and_without_gradients(backend):
+    x, weight, target, bias = operands(40, 3, 33, device=backend.device)
+    with_grad = linear_cross_entropy(x, weight, target, linear_bias=bias)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            loss = linear_cross_entropy(x, weight, target, linear_bias=bias)
+        assert_same_bits(loss.clone(), with_grad.detach())
+        assert not loss.requires_grad
+
+
+# -- Memory ----------------------------------------------------------------------------------------
+
+
+def test_saves_the_smaller_of_logits_and_gradients(backend):
+    for rows, features, classes in SIZES.values():
+        x, weight, target, bias = operands(rows, features, classes, device=backend.device)
+
+        def saved(args=(x, weight, target, bias)) -> int:
+            *positional, bias = args
+            return saved_bytes(lambda: linear_cross_entropy(*positional, linear_bias=bias), args)
+
+        gradients = rows * features + classes * features + classes
+        assert saved() == 4 * (min(rows * classes, gradients) + 1)  # and a factor
+        weight.requires_grad_(False)
+        bias.requires_grad_(False)
+        # A frozen head has no (V, H) gradient.
+        assert saved() == 4 * (rows * min(classes, features) + 1)
+        with torch.no_grad():
+            assert saved() == 0
+
+
+def test_peak_is_that_of_the_gradients_and_a_chunk(backend, monkeypatch):
+    set_chunk_rows(monkeypatch, 32)
+    x, weight, target, _ = operands(1024, 16, 2048, device=backend.device)
+
+    def step(function):
+        return torch.autograd.grad(function(x, weight, target), (x, weight))
+
+    gradients, chunk = 4 * (x.numel() + weight.numel()), 4 * 32 * 2048
+    logits = 4 * 1024 * 2048
+    peak = peak_bytes(lambda: step(linear_cross_entropy), backend.device)
+    chunks = 6 if backend.name == "reference" else 1.5
+    assert peak < 1.2 * gradients + chunks * chunk < peak_bytes(lambda: step(stock)) - logits
+
+
+# -- Autograd --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_gradcheck_to_second_order(backend, size, reduction, monkeypatch):
+    set_chunk_rows(monkeypatch, 16)
+    rows, features, classes = (max(3, n // 4) for n in size)
+    x, weight, target, bias = operands(rows, features, classes, torch.float64, backend.device)
+    class_weight = torch.rand(classes, dtype=torch.float64, device=backend.device)
+
+    def function(x, weight, bias):
+        return linear_cross_entropy(
+            x,
+            weight,
+            target,
+            linear_bias=bias,
+            weight=class_weight,
+            reduction=reduction,
+            label_smoothing=0.2,
+        )
+
+    torch.autograd.gradcheck(function, (x, weight, bias))
+    torch.autograd.gradgradcheck(function, (x, weight, bias))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_subset_of_gradients(backend, reduction):
+    for size, needs in itertools.product(
+        SIZES.values(), itertools.product((False, True), repeat=3)
+    ):
+        x, weight, target, bias = operands(*size, device=backend.device)
+        for tensor, need in zip((x, weight, bias), needs, strict=True):
+            tensor.requires_grad_(need)
+        args = (x, weight, target, bias)
+        actual = loss_and_grads(linear_cross_entropy, args, reduction=reduction)
+        expected = loss_and_grads(stock, args, reduction=reduction)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_backward_twice(backend, size, reduction, dtype):
+    x, weight, target, bias = args = operands(*size, dtype, backend.device)
+    loss = linear_cross_entropy(x, weight, target, linear_bias=bias, reduction=reduction)
+    grads = [torch.rand_like(loss) for _ in range(2)]
+    first = torch.autograd.grad(loss, (x, weight, bias), grads[0], retain_graph=True)
+    before = [g.clone() for g in first]
+    second = torch.autograd.grad(loss, (x, weight, bias), grads[1])
+    assert_same_bits(list(first), before)
+    for grad, got in zip(grads, (first, second), strict=True):
+        fresh = loss_and_grads(linear_cross_entropy, args, grad, reduction=reduction)
+        assert_same_bits(list(got), fresh[1:])
+
+
+def test_the_loss_may_be_scaled_in_place(backend):
+    for size in SIZES.values():
+        x, weight, target, _ = operands(*size, device=backend.device)
+        loss = linear_cross_entropy(x, weight, target)
+        loss *= 3
+        loss.backward()
+        expected = torch.autograd.grad(3 * stock(x, weight, target), x)[0]
+        torch.testing.assert_close(x.grad, expected)
+
+
+def test_tied_weight_gets_both_gradients(backend):
+    _, weight, target, _ = operands(9, 5, 13, device=backend.device)
+
+    def loss(function):
+        return function(F.embedding(target.clamp(min=0), weight), weight, target)
+
+    ours, expected = (torch.autograd.grad(loss(f), weight) for f in (linear_cross_entropy, stock))
+    torch.testing.assert_close(ours, expected)
+
+
+def test_opcheck(backend):
+    op, backward = OPS["linear_cross_entropy"], OPS["linear_cross_entropy_backward"]
+    x, weight, target, bias = operands(device=backend.device)
+    class_weight = torch.rand(13, device=backend.device)
+    for reduction, keep, *wanted in (
+        ("none", False, False, False, False),
+        ("mean", True, False, False, False),
+        ("sum", False, True, True, True),
+    ):
+        args = (
+            x,
+            weight,
+            target,
+            bias,
+            class_weight,
+            reduction,
+            -100,
+            0.1,
+            keep,
+            *wanted,
+            False,
+            4,
+        )
+        check_op(op, *args)
+    half = [t.detach().half() for t in (x, weight)]
+    check_op(op, *half, target, None, None, "mean", -100, 0.0, False, False, True, False, False, 4)
+    grad = torch.rand(9, device=backend.device)
+    plain = (grad, x.detach(), weight.detach(), target, bias.detach(), None, -100, 0.0)
+    check_op(backward, *plain, True, True, True, 4)
+    check_op(backward, *plain, False, True, False, 4)
