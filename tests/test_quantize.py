@@ -1,4 +1,4 @@
-"""quantize and dequantize: the format to the bit, its bounds, and everything that must not break."""
+"""quantize and dequantize: the format to the bit, its bounds, and what must not break."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def assert_like_reference(backend, x: Tensor, bits: int, group_size: int, seed: 
     for dtype in DTYPES:
         args = ((x.numel(),), (1,), dtype, bits, group_size)
         decoded = OPS["dequantize"](*ours, *args)
-        assert_same_bits(
-            decoded.cpu(), OPS["dequantize"].on("memopt_reference")(*expected, *args)
-        )
+        assert_same_bits(decoded.cpu(), OPS["dequantize"].on("memopt_reference")(*expected, *args))
 
 
 def special_groups(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,8 +2,8 @@
 
     y = x W^T + b        dx = g W        dW = g^T dequantize(quantize(x))        db = sum of g
 
-The result, dx and db are the stock layer's bit for bit. dW has the noise of the stochastic
-rounding, of mean zero. Stock keeps x: 32 bits per float32 element.
+The result and dx are the stock layer's bit for bit, db but for the order of the sum. dW has the
+noise of the stochastic rounding, of mean zero. Stock keeps x: 32 bits per float32 element.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from memopt._registry import Op, cast_floating, under_transform
 from memopt.ops.quantize import (
     check_format,
+    check_input,
     check_packed,
-    check_seed,
     dequantize_reference,
     draw_seed,
     packed_sizes,
@@ -139,8 +139,7 @@ def _check(
             )
         if tensor.device != input.device:
             raise RuntimeError(f"linear: {name} is on {tensor.device}, input on {input.device}")
-    check_format("linear", bits, group_size)
-    check_seed("linear", input, seed)
+    check_input("linear", input, bits, group_size, seed)
 
 
 # -- Backward --------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             grad_weight = _DifferentiatedOnce.apply(grad_weight, grad, weight)
     if wants_bias:
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        grad_bias = grad.flatten(0, -2).sum(0) if grad.dim() > 1 else grad
     return grad_input, grad_weight, grad_bias
 
 

@@ -101,8 +101,8 @@ def quantize(
     check_format("quantize", bits, group_size, ValueError)
     seed = draw_seed(x.device, generator) if stochastic else None
     compact = x.detach()
-    for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        if stride == 0 and size > 1:
+    for dim, (size, step) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if step == 0 and size > 1:
             compact = compact.narrow(dim, 0, 1)  # expanded: every entry is the same memory
     packed, scale, minimum = quantize_op(compact, bits, group_size, seed)
     stride = x.stride() if _is_disjoint(compact) else _row_major(x.shape)
@@ -122,9 +122,7 @@ def dequantize(q: Quantized) -> Tensor:
         tensor([[0., 0., 0.],
                 [0., 0., 0.]])
     """
-    size = [
-        1 if stride == 0 and n > 1 else n for n, stride in zip(q.shape, q.stride, strict=True)
-    ]
+    size = [1 if stride == 0 and n > 1 else n for n, stride in zip(q.shape, q.stride, strict=True)]
     compact = dequantize_op(
         q.packed, q.scale, q.minimum, size, q.stride, q.dtype, q.bits, q.group_size
     )
@@ -174,7 +172,7 @@ def check_packed(
 
 
 def _is_disjoint(x: Tensor) -> bool:
-    """Whether every dimension steps over all that the smaller ones reach, so no memory is shared."""
+    """Whether every dimension steps over all that the smaller ones reach: no shared memory."""
     if x.is_contiguous() or x.numel() == 0:
         return True
     # By pairs: torch.compile cannot trace sorted() by symbolic strides.
@@ -195,17 +193,13 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 # -- The raw ops -----------------------------------------------------------------------------------
 
 
-def _check_quantize(input: Tensor, bits: int, group_size: int, seed: Tensor | None) -> None:
+def check_input(op: str, input: Tensor, bits: int, group_size: int, seed: Tensor | None) -> None:
+    """Raise unless `input` can be quantised so."""
     if input.dtype not in _DTYPES:
         raise RuntimeError(
-            f"quantize: input has dtype {input.dtype}, "
-            "needs float32, float64, bfloat16 or float16"
+            f"{op}: input has dtype {input.dtype}, needs float32, float64, bfloat16 or float16"
         )
-    check_format("quantize", bits, group_size)
-    check_seed("quantize", input, seed)
-
-
-def check_seed(op: str, input: Tensor, seed: Tensor | None) -> None:
+    check_format(op, bits, group_size)
     if seed is None:
         return
     if seed.dtype != torch.int64 or seed.dim() != 0 or seed.device != input.device:
@@ -219,9 +213,9 @@ def quantize_reference(
     input: Tensor, bits: int, group_size: int, seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The definition of the format, in float32; csrc/common/quantize.h in Python."""
-    _check_quantize(input, bits, group_size, seed)
+    check_input("quantize", input, bits, group_size, seed)
     numel = input.numel()
-    nbytes, groups = packed_sizes(numel, bits, group_size)
+    _, groups = packed_sizes(numel, bits, group_size)
     x = input.reshape(-1).to(torch.float32) + 0.0  # -0 is +0
     if numel == 0:
         return _quantize_fake(input, bits, group_size, seed)
@@ -277,7 +271,7 @@ def dequantize_reference(
 def _quantize_fake(
     input: Tensor, bits: int, group_size: int, seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_quantize(input, bits, group_size, seed)
+    check_input("quantize", input, bits, group_size, seed)
     nbytes, groups = packed_sizes(input.numel(), bits, group_size)
     scale, minimum = (input.new_empty((groups,), dtype=torch.bfloat16) for _ in range(2))
     return input.new_empty((nbytes,), dtype=torch.uint8), scale, minimum
@@ -305,7 +299,8 @@ def _dequantize_fake(
     for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
         if n < 0 or step < 0:
             raise RuntimeError(
-                f"dequantize: dimension {dim} has size {n} and stride {step}, needs neither negative"
+                f"dequantize: dimension {dim} has size {n} and stride {step}, "
+                "needs neither negative"
             )
     check_packed("dequantize", packed, scale, minimum, math.prod(size), bits, group_size)
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
