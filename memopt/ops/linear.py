@@ -16,15 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memopt._registry import Op, cast_floating, under_transform
-from memopt.ops.quantize import (
-    check_format,
-    check_input,
-    check_packed,
-    dequantize_reference,
-    draw_seed,
-    packed_sizes,
-    quantize_reference,
-)
+from memopt.ops._packed import check_format, check_input, check_packed, packed_sizes
+from memopt.ops.quantize import dequantize_reference, draw_seed, quantize_reference
 
 __all__ = ["linear"]
 

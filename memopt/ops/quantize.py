@@ -18,13 +18,21 @@ from torch import Tensor
 
 from memopt._registry import Op
 from memopt.ops import _philox
+from memopt.ops._packed import (
+    DTYPES,
+    check_format,
+    check_input,
+    check_packed,
+    pack,
+    packed_sizes,
+    round_down,
+    round_up,
+    unpack,
+)
 
 # memopt exports these itself: they store tensors and are no counterparts of torch.nn.functional.
 __all__: list[str] = []
 
-BITS = (2, 4, 8)
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -95,7 +103,7 @@ def quantize(
         >>> memopt.dequantize(q).shape
         torch.Size([64, 256])
     """
-    if not isinstance(x, Tensor) or x.dtype not in _DTYPES:
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"quantize: x is {got}, needs float32, float64, bfloat16 or float16")
     check_format("quantize", bits, group_size, ValueError)
@@ -136,41 +144,6 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
     return torch.ops.aten.random.default(like, generator=generator)
 
 
-def packed_sizes(numel: int, bits: int, group_size: int) -> tuple[int, int]:
-    """The length of `packed`, and that of `scale` and `minimum`."""
-    return (numel * bits + 7) // 8, (numel + group_size - 1) // group_size
-
-
-def check_format(
-    op: str, bits: int, group_size: int, error: type[Exception] = RuntimeError
-) -> None:
-    """Raise unless the format exists."""
-    if bits not in BITS:
-        raise error(f"{op}: bits is {bits}, needs 2, 4 or 8")
-    if group_size <= 0 or group_size % 8 != 0:
-        raise error(f"{op}: group_size is {group_size}, needs a positive multiple of 8")
-
-
-def check_packed(
-    op: str, packed: Tensor, scale: Tensor, minimum: Tensor, numel: int, bits: int, group_size: int
-) -> None:
-    """Raise unless the three tensors can hold `numel` elements."""
-    check_format(op, bits, group_size)
-    nbytes, groups = packed_sizes(numel, bits, group_size)
-    for name, tensor, dtype, needed in (
-        ("packed", packed, torch.uint8, nbytes),
-        ("scale", scale, torch.bfloat16, groups),
-        ("minimum", minimum, torch.bfloat16, groups),
-    ):
-        if tensor.dtype != dtype or tensor.dim() != 1 or tensor.shape[0] != needed:
-            raise RuntimeError(
-                f"{op}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, needs {dtype} of "
-                f"shape ({needed},), for {numel} elements of {bits} bits in groups of {group_size}"
-            )
-        if tensor.device != packed.device:
-            raise RuntimeError(f"{op}: {name} is on {tensor.device}, packed is on {packed.device}")
-
-
 def _is_disjoint(x: Tensor) -> bool:
     """Whether every dimension steps over all that the smaller ones reach: no shared memory."""
     if x.is_contiguous() or x.numel() == 0:
@@ -193,22 +166,6 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 # -- The raw ops -----------------------------------------------------------------------------------
 
 
-def check_input(op: str, input: Tensor, bits: int, group_size: int, seed: Tensor | None) -> None:
-    """Raise unless `input` can be quantised so."""
-    if input.dtype not in _DTYPES:
-        raise RuntimeError(
-            f"{op}: input has dtype {input.dtype}, needs float32, float64, bfloat16 or float16"
-        )
-    check_format(op, bits, group_size)
-    if seed is None:
-        return
-    if seed.dtype != torch.int64 or seed.dim() != 0 or seed.device != input.device:
-        raise RuntimeError(
-            f"{op}: seed is {seed.dtype} with {seed.dim()} dimensions on {seed.device}, needs "
-            f"torch.int64 with none on {input.device}"
-        )
-
-
 def quantize_reference(
     input: Tensor, bits: int, group_size: int, seed: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,12 +184,12 @@ def quantize_reference(
     high = torch.where(filled, rows, -math.inf).amax(dim=1)
 
     levels = x.new_tensor(2**bits - 1)  # a tensor on the device: true division, not by reciprocal
-    minimum = _round_down(low)
+    minimum = round_down(low)
     half_minimum = minimum.float() * 0.5
     half_range = (high * 0.5 - half_minimum).clamp_min(0.0)
     is_constant = low == high
     scale = torch.where(
-        is_constant, (2.0 * half_range).bfloat16(), _round_up(2.0 * (half_range / levels))
+        is_constant, (2.0 * half_range).bfloat16(), round_up(2.0 * (half_range / levels))
     )
     half_step = torch.where(is_constant, half_range, scale.float() * 0.5)
     half_step = torch.where(half_step > 0, half_step, 1.0)
@@ -244,7 +201,7 @@ def quantize_reference(
     codes = (below + (u < position - below)).to(torch.uint8)
     codes = torch.where(finite.unsqueeze(1), codes, 0).view(-1)[:numel]
     scale, minimum = (torch.where(finite, t, math.nan) for t in (scale, minimum))
-    return _pack(codes, bits), scale, minimum
+    return pack(codes, bits), scale, minimum
 
 
 def dequantize_reference(
@@ -259,7 +216,7 @@ def dequantize_reference(
 ) -> Tensor:
     output = _dequantize_fake(packed, scale, minimum, size, stride, dtype, bits, group_size)
     numel = output.numel()
-    codes = _unpack(packed, numel, bits).float()
+    codes = unpack(packed, numel, bits).float()
     half_scale, half_minimum = (
         (t.float() * 0.5).repeat_interleave(group_size)[:numel] for t in (scale, minimum)
     )
@@ -287,7 +244,7 @@ def _dequantize_fake(
     bits: int,
     group_size: int,
 ) -> Tensor:
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise RuntimeError(
             f"dequantize: dtype is {dtype}, needs float32, float64, bfloat16 or float16"
         )
@@ -304,38 +261,6 @@ def _dequantize_fake(
             )
     check_packed("dequantize", packed, scale, minimum, math.prod(size), bits, group_size)
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-
-
-def _round_down(x: Tensor) -> Tensor:
-    """To bfloat16 toward minus infinity, saturating at the smallest finite value."""
-    return _directed(x, x < 0)
-
-
-def _round_up(x: Tensor) -> Tensor:
-    """To bfloat16 toward infinity, saturating at the largest finite value."""
-    return _directed(x, x > 0)
-
-
-def _directed(x: Tensor, away: Tensor) -> Tensor:
-    bits = x.view(torch.int32) & 0x7FFFFFFF
-    magnitude = (torch.where(away, bits + 0xFFFF, bits) & -0x10000).view(torch.float32)
-    return torch.where(x < 0, -magnitude, magnitude).clamp(-_BFLOAT16_MAX, _BFLOAT16_MAX).bfloat16()
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes to bytes, low bits first."""
-    per_byte = 8 // bits
-    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
-    return (codes << _shifts(bits, codes.device)).sum(dim=1, dtype=torch.uint8)
-
-
-def _unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
-    codes = (packed.unsqueeze(1) >> _shifts(bits, packed.device)) & (2**bits - 1)
-    return codes.view(-1)[:numel]
-
-
-def _shifts(bits: int, device: torch.device) -> Tensor:
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
 
 
 quantize_op = Op(
