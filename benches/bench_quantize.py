@@ -16,31 +16,29 @@ import memopt
 from harness import Case, main
 
 
-def kept(store: Callable[[Tensor], Any], restore: Callable[[Any], Tensor]) -> Callable[..., Tensor]:
-    """A function that stores its argument in the forward pass and restores it in the backward."""
+def packed(bits: int, stochastic: bool = True) -> Callable[..., Tensor]:
+    """A function that packs its argument in the forward pass and restores it in the backward."""
 
-    class Kept(torch.autograd.Function):
+    class Packed(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.stored = store(x)
+            ctx.q = memopt.quantize(x, bits, stochastic=stochastic)
+            ctx.save_for_backward(ctx.q.packed, ctx.q.scale, ctx.q.minimum)
             return x.view_as(x)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return restore(ctx.stored)
+            return memopt.dequantize(ctx.q)
 
-    return Kept.apply
-
-
-def packed(bits: int, stochastic: bool = True) -> Callable[..., Tensor]:
-    return kept(lambda x: memopt.quantize(x, bits, stochastic=stochastic), memopt.dequantize)
+    return Packed.apply
 
 
 class Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.clone())
-        return x.view_as(x)
+        copy = x.clone()  # returned, so that torch.compile cannot drop it
+        ctx.save_for_backward(copy)
+        return copy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
