@@ -14,14 +14,14 @@ namespace memopt {
 
 constexpr float kNearestThreshold = 0.5f;  // takes the place of the uniform number
 
-constexpr int quantized_levels(int bits) { return (1 << bits) - 1; }
+MEMOPT_HOST_DEVICE constexpr int quantized_levels(int bits) { return (1 << bits) - 1; }
 
-constexpr int64_t quantized_bytes(int64_t numel, int bits) {
+MEMOPT_HOST_DEVICE constexpr int64_t quantized_bytes(int64_t numel, int bits) {
   // Eight elements fill `bits` bytes; written so that numel * bits cannot overflow.
   return numel / 8 * bits + (numel % 8 * bits + 7) / 8;
 }
 
-constexpr int64_t quantized_groups(int64_t numel, int64_t group_size) {
+MEMOPT_HOST_DEVICE constexpr int64_t quantized_groups(int64_t numel, int64_t group_size) {
   return numel / group_size + (numel % group_size != 0);
 }
 
