@@ -20,7 +20,10 @@ it. Rounding explains
     quartile of memopt  <=  FACTOR x quartile of the higher precision + one rounding of the loss
 
 since a result with the stock layers' accuracy is as far from the exact one as the stock result is,
-hence at most twice as far from the stock result; the rest of the factor is margin.
+hence at most twice as far from the stock result; the rest of the factor is margin. Measured in
+float32, memopt reaches a quarter of what is allowed, and gradients that are 1 % off in the weights
+of one layer exceed it 35 times or more. Under autocast rounding is coarse, and only gross faults
+show.
 """
 
 from __future__ import annotations
