@@ -29,5 +29,6 @@ def test_the_readme_has_two_set_up_commands():
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *ROOT.glob("docs/*.md")], ids=str)
 def test_links_lead_somewhere(page):
     page = ROOT / page
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)\)", prose):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -45,6 +45,11 @@ class Quantized:
         scale, minimum: bfloat16, one for each group of `group_size` consecutive elements.
         shape, stride, dtype: of the tensor that was packed.
         bits, group_size: how it was packed.
+
+    Example:
+        >>> import torch, memopt
+        >>> memopt.quantize(torch.zeros(4, 64), 2)
+        Quantized(shape=(4, 64), dtype=torch.float32, bits=2, group_size=256, nbytes=68, device=cpu)
     """
 
     packed: Tensor
