@@ -1,4 +1,4 @@
-// Philox4x32-10 on whole vectors of counters: common/philox.h, many blocks at once. Torch-free.
+// Philox4x32-10 on whole vectors of counters: common/philox.h, many blocks at once.
 //
 // A lane of 64 bits holds one 32-bit word, so that one instruction multiplies a vector of words
 // into full products; what lies above a lane's low 32 bits is ignored.
@@ -13,17 +13,11 @@
 #endif
 
 #include "../common/philox.h"
+#include "simd.h"
 
 namespace memopt::cpu {
 
-#if defined(__AVX512F__)
-constexpr int kLaneBytes = 64;
-#elif defined(__AVX2__)
-constexpr int kLaneBytes = 32;
-#else
-constexpr int kLaneBytes = 16;
-#endif
-typedef uint64_t Lanes __attribute__((vector_size(kLaneBytes)));
+using Lanes = Vector<uint64_t, kFloatLanes / 2>;
 
 inline Lanes multiply_low_words(Lanes a, uint32_t b) {
 #if defined(__AVX512F__)
@@ -37,7 +31,7 @@ inline Lanes multiply_low_words(Lanes a, uint32_t b) {
 #endif
 }
 
-constexpr int kLanes = kLaneBytes / 8;
+constexpr int kLanes = kFloatLanes / 2;
 constexpr int kPhiloxChains = 4;  // independent vectors: enough to hide the multiplier's latency
 constexpr int kPhiloxBlocks = kLanes * kPhiloxChains;
 constexpr int kPhiloxElements = 4 * kPhiloxBlocks;
