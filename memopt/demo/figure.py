@@ -76,15 +76,21 @@ def _legend(figure: Figure, width: float) -> None:
 
 def _curves(axes: Any, result: Trained, first: bool) -> None:
     """Both loss curves, memopt dashed on stock."""
-    stock, ours = result.stock.losses, result.memopt.losses
-    axes.plot(stock, color=STOCK, linewidth=3.2, solid_capstyle="round")
-    axes.plot(ours, color=MEMOPT, linewidth=1.0, linestyle=(0, (3, 1.6)))
+    stock, ours = smooth(result.stock.losses), smooth(result.memopt.losses)
+    axes.plot(stock, color=STOCK, linewidth=4.0, solid_capstyle="round")
+    axes.plot(ours, color=MEMOPT, linewidth=1.4, linestyle=(0, (3, 1.6)))
     axes.set_title(result.recipe.name, loc="left", size=12, weight="bold", color=INK)
     axes.set_xlim(0, len(stock) - 1 or 1)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step", loc="right", labelpad=1)
     if first:
-        axes.set_ylabel("loss")
+        axes.set_ylabel("loss (mean of 20 steps)")
+
+
+def smooth(losses: Sequence[float], steps: int = 20) -> list[float]:
+    """The mean of each loss and those before it: single batches scatter too much to be seen."""
+    windows = (losses[max(0, i + 1 - steps) : i + 1] for i in range(len(losses)))
+    return [sum(window) / len(window) for window in windows]
 
 
 def _bars(axes: Any, result: Trained) -> None:

@@ -107,11 +107,13 @@ def _cells(build: Measured) -> tuple[str, ...]:
 
 
 def _ratios(stock: Measured, ours: Measured) -> tuple[str, ...]:
-    cells = []
-    for name in RATIOS:
-        one, other = getattr(stock, name), getattr(ours, name)
-        cells.append(f"{ratio(one, other)}x less" if one >= other else f"{ratio(other, one)}x more")
-    return tuple(cells)
+    return tuple(_compared(getattr(stock, name), getattr(ours, name)) for name in RATIOS)
+
+
+def _compared(stock: float, ours: float) -> str:
+    if (text := ratio(stock, ours)) == "1.0":
+        return "the same"
+    return f"{text}x less" if stock > ours else f"{ratio(ours, stock)}x more"
 
 
 def _loss_note(result: Trained) -> list[str]:
