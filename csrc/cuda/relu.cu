@@ -60,9 +60,9 @@ Tensor relu_backward(const Tensor& grad, const Tensor& mask) {
                "relu_backward: mask has ", mask.numel(), " elements of dtype ",
                toString(mask.scalar_type()), ", needs ", needed,
                " bytes of dtype uint8: one bit for each element of grad");
-  MEMOPT_CHECK(grad.is_cuda() && mask.is_cuda() &&
-                   mask.get_device_index() == grad.get_device_index(),
-               "relu_backward: grad and mask are on different devices, needs the same");
+  MEMOPT_CHECK(
+      grad.is_cuda() && mask.is_cuda() && mask.get_device_index() == grad.get_device_index(),
+      "relu_backward: grad and mask are on different devices, needs the same");
   const DeviceScope scope(grad);
   Tensor packed = torch::stable::contiguous(mask);
   Tensor g = torch::stable::contiguous(grad);
