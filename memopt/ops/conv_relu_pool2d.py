@@ -153,6 +153,11 @@ def _check_saved(grad: Tensor, input: Tensor, weight: Tensor, codes: Tensor, p: 
             f"{op}: grad is {grad.dtype} of shape {tuple(grad.shape)}, needs {input.dtype} of "
             f"shape {(*planes, *pooled_size)}"
         )
+    for name, tensor in (("grad", grad), ("codes", codes)):
+        if tensor.device != input.device:
+            raise RuntimeError(
+                f"{op}: {name} is on {tensor.device}, needs to be on {input.device} as input is"
+            )
     bytes_ = _pool_codes.plane_bytes(pooled_size[0] * pooled_size[1], p.positions)
     if codes.dtype != torch.uint8 or codes.shape != (*planes, bytes_):
         raise RuntimeError(
@@ -234,6 +239,11 @@ def conv_relu_pool2d(
     """
     if activation != "relu":
         raise ValueError(f"conv_relu_pool2d: activation is {activation!r}, needs 'relu'")
+    for name, tensor in (("input", input), ("weight", weight)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"conv_relu_pool2d: {name} is a {type(tensor).__name__}, needs to be a Tensor"
+            )
     if input.dim() not in (3, 4):
         raise RuntimeError(
             f"conv_relu_pool2d: input has shape {tuple(input.shape)}, needs (N, C, H, W) or "
