@@ -160,6 +160,13 @@ def only_wanted(gradients: tuple[Tensor, ...], wanted: Sequence[bool]) -> tuple[
     return tuple(g if want else None for g, want in zip(gradients, wanted, strict=True))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Neither being traced nor a batch of gradients (is_grads_batched): usable in place."""
+    functorch = torch._C._functorch
+    batched = functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
+    return type(tensor) is Tensor and not batched
+
+
 def graph_is_retained() -> bool:
     """Whether the backward pass now running may run again (retain_graph=True)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
