@@ -446,6 +446,21 @@ def test_bad_arguments_raise_as_stock(backend, bad):
     assert_raises_same(lambda: stock(x, w, b, **bad), lambda: conv_relu_pool2d(x, w, b, **bad))
 
 
+@pytest.mark.parametrize("bad", [None, 3, "x", [1.0]])
+def test_what_is_no_tensor_is_named_as_stock(backend, bad):
+    x = torch.ones(2, 2, 6, 6, device=backend.device)
+    for args in ((bad, x), (x, bad)):
+        assert_raises_same(lambda a=args: stock(*a), lambda a=args: conv_relu_pool2d(*a))
+
+
+def test_an_output_too_large_to_count_raises(backend):
+    # 2^32 x 2^32 outputs of the convolution, whose number is 0 modulo 2^64, and 3 x 3 of the pool.
+    x, w = torch.ones(1, 1, 4, 4, device=backend.device), torch.ones(1, 1, 3, 3)
+    huge = {"padding": 2**31 - 1, "pool_kernel_size": 1, "pool_stride": 2**31 - 1}
+    with pytest.raises(RuntimeError):
+        conv_relu_pool2d(x, w.to(x.device), **huge)
+
+
 def test_mixed_dtypes_are_named(backend):
     x = torch.ones(2, 2, 6, 6, device=backend.device)
     w = torch.ones(3, 2, 3, 3, device=backend.device)
@@ -502,6 +517,16 @@ def test_the_raw_backward_checks_everything(backend, index, value):
     args[index] = value.to(backend.device) if isinstance(value, Tensor) else value
     with pytest.raises(RuntimeError, match="conv_relu_pool2d"):
         OPS["conv_relu_pool2d_backward"](*args)
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "grad"), (3, "codes")])
+def test_the_raw_backward_names_a_tensor_elsewhere(backend, index, name):
+    # A meta tensor among them would take the call to the fake, whose results hold no data.
+    args = raw_arguments(backend.device)
+    args[index] = args[index].to("meta")
+    for op in (torch.ops.memopt, torch.ops.memopt_reference):
+        with pytest.raises(RuntimeError, match=f"{name} is on meta"):
+            op.conv_relu_pool2d_backward(*args)
 
 
 def test_codes_from_outside_cannot_point_outside(backend):

@@ -225,6 +225,15 @@ def test_backward_twice(backend):
     torch.testing.assert_close(list(second), [2 * t for t in copies])
 
 
+def test_a_batch_of_gradients(backend):
+    x, w, b, g = arguments(backend, (3, 4), 12, 5)
+    output = linear(x, w, b, storage="int8")
+    both = torch.stack((g, 2 * g))
+    each = [torch.autograd.grad(output, (x, w, b), g, retain_graph=True) for g in both]
+    batch = torch.autograd.grad(output, (x, w, b), both, is_grads_batched=True)
+    torch.testing.assert_close(list(batch), [torch.stack(t) for t in zip(*each, strict=True)])
+
+
 def test_gradcheck_of_what_is_exact(backend):
     x, w, b, _ = arguments(backend, (3,), 4, 2, torch.float64)
     torch.autograd.gradcheck(lambda x, b: linear(x, w, b, storage="int8"), (x, b))

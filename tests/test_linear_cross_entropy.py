@@ -295,6 +295,20 @@ def test_backward_twice(backend, size, reduction, dtype):
         assert_same_bits(list(got), fresh[1:])
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_batch_of_gradients(backend, size, reduction):
+    x, weight, target, bias = operands(*size, device=backend.device)
+    wanted = (x, weight, bias)
+    batches = []
+    for function in (linear_cross_entropy, stock):
+        loss = function(x, weight, target, linear_bias=bias, reduction=reduction)
+        grads = torch.arange(1.0, 3.0, device=x.device)[(...,) + (None,) * loss.dim()]
+        grads = grads.expand(2, *loss.shape)
+        batches.append(torch.autograd.grad(loss, wanted, grads, is_grads_batched=True))
+    torch.testing.assert_close(*batches, rtol=1e-5, atol=1e-5)
+
+
 def test_the_loss_may_be_scaled_in_place(backend):
     for size in SIZES.values():
         x, weight, target, _ = operands(*size, device=backend.device)

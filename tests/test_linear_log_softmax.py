@@ -290,6 +290,8 @@ def test_bad_shapes_raise_as_stock(backend):
         (x[0, 0], weight, bias),
         (x, weight[None], bias),
         (None, weight),
+        (x, None),
+        (x, weight.sum()),
     ):
         with pytest.raises((RuntimeError, TypeError)):
             stock(*args)

@@ -193,6 +193,13 @@ def test_integers_go_to_the_stock_op(backend):
     assert_same_bits(relu(x), F.relu(x))
 
 
+def test_sparse_tensors_go_to_the_stock_op(backend):
+    x = torch.tensor([[-1.0, 2.0], [0.0, -3.0]], device=backend.device)
+    output = relu(x.to_sparse().requires_grad_())
+    assert output.layout == torch.sparse_coo
+    assert_same_bits(output.detach().to_dense(), F.relu(x))
+
+
 def test_bad_inputs_raise_as_stock(backend):
     assert_raises_same(lambda: F.relu(None), lambda: relu(None))
     assert_raises_same(lambda: F.relu(torch.tensor([True])), lambda: relu(torch.tensor([True])))

@@ -118,8 +118,14 @@ Problem make_problem(const Tensor& input, const Tensor& weight, const std::optio
                "pool_kernel_size has more than 2^32 - 2 positions");
   problem.channels_last =
       input.size(0) > 0 && (suggests_channels_last(input) || suggests_channels_last(weight));
-  const int64_t image_bytes = filters * problem.pool.height.input * problem.pool.width.input *
-                              static_cast<int64_t>(input.element_size());
+  int64_t image_bytes = static_cast<int64_t>(input.element_size());
+  bool overflow = __builtin_mul_overflow(image_bytes, filters, &image_bytes);
+  overflow |= __builtin_mul_overflow(image_bytes, problem.pool.height.input, &image_bytes);
+  overflow |= __builtin_mul_overflow(image_bytes, problem.pool.width.input, &image_bytes);
+  // Far below 2^63, so that the bits of an image's codes can be counted too.
+  MEMOPT_CHECK(!overflow && image_bytes < (int64_t{1} << 56), op, "the convolution's output of ",
+               filters, " x ", problem.pool.height.input, " x ", problem.pool.width.input,
+               " an image would exceed 2^56 bytes");
   problem.images_per_chunk = std::max<int64_t>(1, kChunkBytes / image_bytes);
   return problem;
 }

@@ -127,6 +127,14 @@ _LEAST = {
 }
 
 
+def check_tensors(input: object, weight: object) -> None:
+    for name, value in (("input", input), ("weight", weight)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"conv_relu_pool2d: {name} is a {type(value).__name__}, needs to be a Tensor"
+            )
+
+
 def check(input: Tensor, weight: Tensor, bias: Tensor | None, p: Windows) -> None:
     """What the stock ops do not check for us, and what fakes would otherwise not notice."""
     op = "conv_relu_pool2d"

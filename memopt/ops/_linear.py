@@ -50,7 +50,9 @@ def check_call(op: str, input: Tensor, **others: Tensor | None) -> None:
         TypeError: dtypes differ and no autocast region will make them one, or a DTensor.
         RuntimeError: devices differ, or there is no last dimension.
     """
-    given = {"input": input} | {name: t for name, t in others.items() if t is not None}
+    optional = ("bias", "linear_bias")
+    given: dict[str, Any] = {"input": input}
+    given |= {name: t for name, t in others.items() if t is not None or name not in optional}
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, needs to be a Tensor")
@@ -64,8 +66,8 @@ def check_call(op: str, input: Tensor, **others: Tensor | None) -> None:
             raise TypeError(
                 f"{op}: {name} has dtype {tensor.dtype}, needs {input.dtype}, the dtype of input"
             )
-    if input.dim() == 0:
-        raise RuntimeError(f"{op}: input has no dimensions, needs at least 1")
+        if tensor.dim() == 0:
+            raise RuntimeError(f"{op}: {name} has no dimensions, needs at least 1")
 
 
 def check_linear(
@@ -156,6 +158,13 @@ def linear_backward(
 def only_wanted(gradients: tuple[Tensor, ...], wanted: Sequence[bool]) -> tuple[Any, ...]:
     """The tensors without elements that stand for gradients nobody wants, as None."""
     return tuple(g if want else None for g, want in zip(gradients, wanted, strict=True))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Neither being traced nor a batch of gradients (is_grads_batched): usable in place."""
+    functorch = torch._C._functorch
+    batched = functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
+    return type(tensor) is Tensor and not batched
 
 
 def graph_is_retained() -> bool:

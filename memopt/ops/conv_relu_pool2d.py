@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memopt._registry import Op, cast_floating, under_transform
 from memopt.ops import _pool_codes
-from memopt.ops._conv_pool_windows import Pair, Windows, check, memory_format
+from memopt.ops._conv_pool_windows import Pair, Windows, check, check_tensors, memory_format
 
 __all__ = ["conv_relu_pool2d"]
 
@@ -153,6 +153,9 @@ def _check_saved(grad: Tensor, input: Tensor, weight: Tensor, codes: Tensor, p: 
             f"{op}: grad is {grad.dtype} of shape {tuple(grad.shape)}, needs {input.dtype} of "
             f"shape {(*planes, *pooled_size)}"
         )
+    for name, tensor in (("grad", grad), ("codes", codes)):
+        if tensor.device != input.device:
+            raise RuntimeError(f"{op}: {name} is on {tensor.device}, needs input's {input.device}")
     bytes_ = _pool_codes.plane_bytes(pooled_size[0] * pooled_size[1], p.positions)
     if codes.dtype != torch.uint8 or codes.shape != (*planes, bytes_):
         raise RuntimeError(
@@ -234,6 +237,7 @@ def conv_relu_pool2d(
     """
     if activation != "relu":
         raise ValueError(f"conv_relu_pool2d: activation is {activation!r}, needs 'relu'")
+    check_tensors(input, weight)
     if input.dim() not in (3, 4):
         raise RuntimeError(
             f"conv_relu_pool2d: input has shape {tuple(input.shape)}, needs (N, C, H, W) or "

@@ -156,12 +156,20 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         grad_input = grad.matmul(weight)
     if wants_weight:
         grad_weight = _linear_backward_weight.on(ctx.namespace)(
-            grad.detach(), packed, scale, minimum, ctx.in_features, ctx.bits, ctx.group_size
+            # No detach where it is none: for a batch of gradients (is_grads_batched) it is refused.
+            grad.detach() if grad.requires_grad else grad,
+            packed,
+            scale,
+            minimum,
+            ctx.in_features,
+            ctx.bits,
+            ctx.group_size,
         )
         if torch.is_grad_enabled():
             grad_weight = _DifferentiatedOnce.apply(grad_weight, grad, weight)
     if wants_bias:
-        grad_bias = grad.flatten(0, -2).sum(0) if grad.dim() > 1 else grad
+        # Not by flatten, which is_grads_batched refuses as well.
+        grad_bias = grad.sum(tuple(range(grad.dim() - 1))) if grad.dim() > 1 else grad
     return grad_input, grad_weight, grad_bias
 
 

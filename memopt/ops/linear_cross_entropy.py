@@ -101,8 +101,8 @@ def _backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     wanted = (needs[1], needs[2], needs[4])
     factor = grad * scale  # of one row with reduction="none", where scale is 1
     row_loss = (ctx.ignore_index, ctx.label_smoothing)
-    # Backward may overwrite what is kept where it cannot run again, unless it is being traced.
-    in_place = ctx.overwrite_kept and type(factor) is Tensor and not _linear.graph_is_retained()
+    # Backward may overwrite what is kept where it cannot run again.
+    in_place = ctx.overwrite_kept and _linear.is_plain(factor) and not _linear.graph_is_retained()
     result: tuple[Tensor | None, ...]
     if torch.is_grad_enabled():
         logits = F.linear(input, linear_weight, linear_bias).to(scale.dtype)

@@ -95,8 +95,8 @@ def relu(input: Tensor) -> Tensor:
     """`torch.nn.functional.relu` that saves one bit per element for backward, exactly.
 
     Args:
-        input: any shape and strides, floating point. (Integers need no gradient and go to the
-            stock function.)
+        input: any shape and strides, floating point. (Integers, which need no gradient, and sparse
+            and jagged tensors go to the stock function.)
 
     Returns:
         A tensor like `input`.
@@ -109,7 +109,7 @@ def relu(input: Tensor) -> Tensor:
         tensor([0., 0., 1.])
     """
     wants_grad = isinstance(input, Tensor) and input.requires_grad and torch.is_grad_enabled()
-    if not wants_grad or under_transform(input):
+    if not wants_grad or input.layout != torch.strided or under_transform(input):
         return F.relu(input)
     if input.is_contiguous():
         return _relu(input)[0]
