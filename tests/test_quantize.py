@@ -370,6 +370,7 @@ def test_raw_dequantize_checks_its_arguments(backend):
         {"size": [-4, -4]},
         {"stride": [4]},
         {"stride": [-4, 1]},
+        {"stride": [0, 1]},
         {"size": [2**40, 2**40]},
         {"size": [2**62, 4]},
         {"dtype": torch.int32},

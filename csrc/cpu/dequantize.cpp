@@ -84,6 +84,8 @@ int64_t checked_numel(const std::vector<int64_t>& size, const std::vector<int64_
   for (size_t d = 0; d < size.size(); ++d) {
     MEMOPT_CHECK(size[d] >= 0 && stride[d] >= 0, "dequantize: dimension ", d, " has size ", size[d],
                  " and stride ", stride[d], ", needs neither negative");
+    MEMOPT_CHECK(stride[d] > 0 || size[d] <= 1, "dequantize: dimension ", d, " has size ", size[d],
+                 " and stride 0, needs memory of its own for each element");
     int64_t reach = 0;
     overflow |= __builtin_mul_overflow(numel, size[d], &numel);
     overflow |= __builtin_mul_overflow(std::max<int64_t>(size[d] - 1, 0), stride[d], &reach);

@@ -264,6 +264,11 @@ def _dequantize_fake(
                 f"dequantize: dimension {dim} has size {n} and stride {step}, "
                 "needs neither negative"
             )
+        if step == 0 and n > 1:
+            raise RuntimeError(
+                f"dequantize: dimension {dim} has size {n} and stride 0, needs memory of its own "
+                "for each element"
+            )
     check_packed("dequantize", packed, scale, minimum, math.prod(size), bits, group_size)
     return torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
 
