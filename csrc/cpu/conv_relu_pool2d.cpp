@@ -15,6 +15,7 @@
 #include "../common/check.h"
 #include "../common/dispatch.h"
 #include "aten_convolution.h"
+#include "direct_forward.h"
 #include "max_pool_codes.h"
 
 namespace memopt::cpu {
@@ -30,6 +31,7 @@ constexpr int64_t kChunkBytes = int64_t{1} << 20;
 struct Problem {
   ConvolutionParameters convolution;
   PoolShape pool;  // its input is the convolution's output
+  WindowAxis height, width;  // of the convolution, over the input
   bool channels_last = false;
   int64_t images_per_chunk = 1;
 };
@@ -110,6 +112,7 @@ Problem make_problem(const Tensor& input, const Tensor& weight, const std::optio
     MEMOPT_CHECK(pool.padding <= pool.kernel / 2, op, "pool_padding is ", pool.padding,
                  ", needs at most half of pool_kernel_size, which is ", pool.kernel);
     pool.set_output(ceil_mode);
+    (d == 0 ? problem.height : problem.width) = axis;
     MEMOPT_CHECK(pool.output > 0, op, "the pool's window reaches over ", pool.reach(),
                  " of the convolution's output of ", axis.output, "; its output would be empty");
     (d == 0 ? problem.pool.height : problem.pool.width) = pool;
@@ -141,6 +144,19 @@ Strides4 strides_of(const Tensor& t) {
   return {t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
 }
 
+DirectShape direct_shape(const Problem& problem, const Tensor& input) {
+  const int64_t groups = problem.convolution.groups;
+  return {problem.pool.images,
+          groups,
+          input.size(1) / groups,
+          problem.pool.channels / groups,
+          problem.height,
+          problem.width,
+          problem.pool.height,
+          problem.pool.width,
+          strides_of(input)};
+}
+
 // Calls body(first image, images) for every chunk of the batch.
 template <typename Body>
 void for_each_chunk(const Problem& problem, const Body& body) {
@@ -168,6 +184,12 @@ std::tuple<Tensor, Tensor> conv_relu_pool2d(const Tensor& input, const Tensor& w
     using T = decltype(zero);
     T* y = output.mutable_data_ptr<T>();
     uint8_t* bytes = save_codes ? codes.mutable_data_ptr<uint8_t>() : nullptr;
+    if (direct_forward<T, ReluAfterMax>(
+            direct_shape(problem, input), input.const_data_ptr<T>(), weight.const_data_ptr<T>(),
+            strides_of(weight), bias ? bias->const_data_ptr<T>() : nullptr,
+            bias ? bias->stride(0) : 0, {y, strides_of(output), bytes})) {
+      return;
+    }
     for_each_chunk(problem, [&](int64_t first, int64_t count) {
       const Tensor convolved = convolution(torch::stable::narrow(images, 0, first, count), weight,
                                            bias, problem.convolution);

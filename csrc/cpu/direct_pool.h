@@ -1,0 +1,184 @@
+// The pool of the direct kernels: from rows of the convolution's output, still in cache with filters
+// or images in the lanes, to values and codes, and from there to the output's own layout.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "direct_shape.h"
+
+namespace memopt::cpu {
+
+// A value as the output's dtype holds it: what the stock convolution hands to the pool, so that
+// ties break as there.
+template <typename T>
+Register<acc_t<T>> round_to(Register<acc_t<T>> v) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    using Bits = CodeRegister<float>;
+    const Bits bits = reinterpret_cast<Bits>(v);
+    const Bits rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
+    return v != v ? v : reinterpret_cast<Register<float>>(rounded);
+  } else if constexpr (std::is_same_v<T, Half>) {
+#if defined(__AVX512F__)
+    // The forms with a mask: GCC 12 warns of its own header's in the others.
+    const __m256i half =
+        _mm512_maskz_cvtps_ph(0xFFFF, reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT);
+    return reinterpret_cast<Register<float>>(_mm512_maskz_cvtph_ps(0xFFFF, half));
+#elif defined(__F16C__)
+    return reinterpret_cast<Register<float>>(_mm256_cvtph_ps(
+        _mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT)));
+#else
+    for (int i = 0; i < kLanes<float>; ++i) v[i] = static_cast<float>(static_cast<Half>(v[i]));
+    return v;
+#endif
+  } else {
+    return v;
+  }
+}
+
+// ReLU after the maximum: the same values and codes as before it, since it is monotone and what it
+// makes equal is dead.
+struct ReluAfterMax {
+  template <typename V>
+  static V value(V best) {
+    return best < V{} ? V{} : best;
+  }
+  template <typename V>
+  static auto dead(V value) {
+    return value <= V{};
+  }
+};
+
+// Rows of the convolution's output that one row of windows covers; null where outside.
+template <typename Acc>
+struct WindowRows {
+  std::vector<const Acc*> rows;  // [pool kernel height]
+  bool inside = false;           // none is null
+};
+
+// One output pixel in `units` registers. kHeight and kWidth are those of a window that lies inside,
+// or 0 for any window.
+template <typename T, typename Activation, int kHeight, int kWidth>
+void pool_pixel(const DirectShape& shape, const acc_t<T>* const* rows, int64_t left, int64_t units,
+                unsigned_t<acc_t<T>> dead, acc_t<T>* values, uint8_t* codes) {
+  using Acc = acc_t<T>;
+  using V = Register<Acc>;
+  constexpr int kLane = kLanes<Acc>;
+  const WindowAxis& width = shape.width;
+  for (int64_t j = 0; j < units; ++j) {
+    V best = broadcast(-std::numeric_limits<Acc>::infinity());
+    CodeRegister<Acc> code = CodeRegister<Acc>{} + dead;
+    bool empty = true;
+    if constexpr (kHeight > 0) {
+      empty = false;
+#pragma GCC unroll 3
+      for (int kh = 0; kh < kHeight; ++kh) {
+#pragma GCC unroll 3
+        for (int kw = 0; kw < kWidth; ++kw) {
+          const Acc* from = rows[kh] + ((left + kw * width.dilation) * units + j) * kLane;
+          take<Acc>(round_to<T>(load<V>(from)), kh * kWidth + kw, best, code);
+        }
+      }
+    } else {
+      for (int64_t kh = 0; kh < shape.height.kernel; ++kh) {
+        if (rows[kh] == nullptr) continue;
+        for (int64_t kw = 0; kw < width.kernel; ++kw) {
+          const int64_t w = left + kw * width.dilation;
+          if (w < 0 || w >= width.input) continue;
+          empty = false;
+          take<Acc>(round_to<T>(load<V>(rows[kh] + (w * units + j) * kLane)),
+                    kh * width.kernel + kw, best, code);
+        }
+      }
+    }
+    const V value = empty ? best : Activation::value(best);
+    code = Activation::dead(value) ? CodeRegister<Acc>{} + dead : code;
+    store(values + j * kLane, value);
+    store(codes + j * kLane, __builtin_convertvector(code, Vector<uint8_t, kLane>));
+  }
+}
+
+// One row of outputs: values and codes (OW, units * kLanes).
+template <typename T, typename Activation>
+void pool_row(const DirectShape& shape, const std::vector<const acc_t<T>*>& rows, int64_t units,
+              unsigned_t<acc_t<T>> dead, acc_t<T>* values, uint8_t* codes) {
+  const WindowAxis& width = shape.width;
+  const int64_t pitch = units * kLanes<acc_t<T>>;
+  const bool inside = std::find(rows.begin(), rows.end(), nullptr) == rows.end();
+  const auto is = [&](int64_t kernel) {
+    return inside && shape.height.kernel == kernel && width.kernel == kernel;
+  };
+  const auto whole = is(2)   ? pool_pixel<T, Activation, 2, 2>
+                     : is(3) ? pool_pixel<T, Activation, 3, 3>
+                             : pool_pixel<T, Activation, 0, 0>;
+  for (int64_t ow = 0; ow < width.output; ++ow, values += pitch, codes += pitch) {
+    const int64_t left = ow * width.stride - width.padding;
+    const bool fits = left >= 0 && left + width.reach() <= width.input;
+    (fits ? whole : pool_pixel<T, Activation, 0, 0>)(shape, rows.data(), left, units, dead, values,
+                                                     codes);
+  }
+}
+
+// Where a block of pooled planes goes: element (lane, output) at lane * lane_step + output * step.
+template <typename T>
+struct Planes {
+  T* data;
+  int64_t lane_step, step, lanes;
+};
+
+// (outputs, pitch) with lanes innermost -> planes.
+template <typename T>
+void store_values(const acc_t<T>* from, int64_t pitch, int64_t outputs, const Planes<T>& to) {
+  using Acc = acc_t<T>;
+  constexpr int64_t kLane = kLanes<Acc>;
+  if (to.step != 1 || to.lanes == 1) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      for (int64_t i = 0; i < to.lanes; ++i) {
+        to.data[o * to.step + i * to.lane_step] = static_cast<T>(from[o * pitch + i]);
+      }
+    }
+    return;
+  }
+  Register<Acc> block[kLane];
+  for (int64_t o = 0; o < outputs; o += kLane) {
+    const int64_t count = std::min(kLane, outputs - o);
+    for (int64_t i = 0; i < kLane; ++i) {
+      block[i] = i < count ? load<Register<Acc>>(from + (o + i) * pitch) : Register<Acc>{};
+    }
+    transpose<Acc>(block);
+    for (int64_t i = 0; i < to.lanes; ++i) {
+      T* plane = to.data + i * to.lane_step + o;
+      if (std::is_same_v<T, Acc> && count == kLane) {
+        store(plane, block[i]);
+      } else {
+        for (int64_t e = 0; e < count; ++e) plane[e] = static_cast<T>(block[i][e]);
+      }
+    }
+  }
+}
+
+// (outputs, pitch) codes, one a byte -> planes of packed codes. `outputs` is even but at the end
+// of a plane.
+inline void store_packed(const uint8_t* from, int64_t pitch, int64_t outputs, int bits,
+                         const Planes<uint8_t>& to) {
+  if (bits == 8) {
+    for (int64_t i = 0; i < to.lanes; ++i) {
+      for (int64_t o = 0; o < outputs; ++o) {
+        to.data[i * to.lane_step + o] = from[o * pitch + i];
+      }
+    }
+    return;
+  }
+  for (int64_t i = 0; i < to.lanes; ++i) {
+    uint8_t* plane = to.data + i * to.lane_step;
+    for (int64_t o = 0; o + 1 < outputs; o += 2) {
+      plane[o / 2] =
+          static_cast<uint8_t>(from[o * pitch + i] | from[(o + 1) * pitch + i] << 4);
+    }
+    if (outputs % 2) plane[outputs / 2] = from[(outputs - 1) * pitch + i];
+  }
+}
+
+}  // namespace memopt::cpu

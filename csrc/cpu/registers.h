@@ -1,0 +1,118 @@
+// What the direct convolution kernels ask of a vector register beyond simd.h: fused multiply-add,
+// broadcast, a running maximum that remembers who won, and the transposition of a square.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "simd.h"
+
+namespace memopt::cpu {
+
+// Lanes of an accumulator, float32 or float64, in the widest register of this level.
+template <typename Acc>
+constexpr int kLanes = kFloatLanes * static_cast<int>(sizeof(float)) / static_cast<int>(sizeof(Acc));
+
+template <typename Acc>
+using Register = Vector<Acc, kLanes<Acc>>;
+template <typename Acc>
+using CodeRegister = Vector<unsigned_t<Acc>, kLanes<Acc>>;
+
+#if defined(__AVX512F__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
+// a * b + c, rounded once where the level has the instruction. Asked for by name: the library is
+// compiled without contraction, which the quantiser's bits must not depend on.
+inline Register<float> multiply_add(Register<float> a, Register<float> b, Register<float> c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Register<float>>(_mm512_fmadd_ps(
+      reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Register<float>>(_mm256_fmadd_ps(
+      reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#else
+  return a * b + c;
+#endif
+}
+
+inline Register<double> multiply_add(Register<double> a, Register<double> b, Register<double> c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Register<double>>(_mm512_fmadd_pd(
+      reinterpret_cast<__m512d>(a), reinterpret_cast<__m512d>(b), reinterpret_cast<__m512d>(c)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Register<double>>(_mm256_fmadd_pd(
+      reinterpret_cast<__m256d>(a), reinterpret_cast<__m256d>(b), reinterpret_cast<__m256d>(c)));
+#else
+  return a * b + c;
+#endif
+}
+
+template <typename T, std::size_t... kIndex>
+Vector<T, sizeof...(kIndex)> broadcast_to(T value, std::index_sequence<kIndex...>) {
+  return Vector<T, sizeof...(kIndex)>{((void)kIndex, value)...};
+}
+
+template <typename Acc>
+Register<Acc> broadcast(Acc value) {
+  return broadcast_to(value, std::make_index_sequence<kLanes<Acc>>());
+}
+
+// Takes `value`, found at `position`, into the maximum of a window. The first of equal values wins,
+// and a NaN wins over everything before it, as in eager.
+template <typename Acc>
+void take(Register<Acc> value, unsigned_t<Acc> position, Register<Acc>& best,
+          CodeRegister<Acc>& code) {
+  const CodeRegister<Acc> here = CodeRegister<Acc>{} + position;
+#if defined(__AVX512F__)
+  // The compiler would move the masks through vector registers.
+  if constexpr (std::is_same_v<Acc, float>) {
+    const __m512 v = reinterpret_cast<__m512>(value), most = reinterpret_cast<__m512>(best);
+    const __mmask16 wins =
+        _mm512_cmp_ps_mask(v, most, _CMP_GT_OQ) | _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    best = reinterpret_cast<Register<Acc>>(_mm512_mask_mov_ps(most, wins, v));
+    code = reinterpret_cast<CodeRegister<Acc>>(_mm512_mask_mov_epi32(
+        reinterpret_cast<__m512i>(code), wins, reinterpret_cast<__m512i>(here)));
+    return;
+  }
+#endif
+  const auto wins = (value > best) | (value != value);
+  best = wins ? value : best;
+  code = wins ? here : code;
+}
+
+// Lane i of the result is a[i / 2] for even i and b[i / 2] for odd i, from the low or high halves.
+template <bool kHigh, typename Acc, int... kIndex>
+Register<Acc> interleave(Register<Acc> a, Register<Acc> b,
+                         std::integer_sequence<int, kIndex...>) {
+  constexpr int kCount = sizeof...(kIndex), kFrom = kHigh ? kCount / 2 : 0;
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (kFrom + kIndex / 2 + kIndex % 2 * kCount)...);
+#else
+  using Index = Vector<std::make_signed_t<unsigned_t<Acc>>, kCount>;
+  return __builtin_shuffle(a, b, Index{(kFrom + kIndex / 2 + kIndex % 2 * kCount)...});
+#endif
+}
+
+// rows[i][j] becomes rows[j][i]. Each pass interleaves the first half of the rows with the second,
+// which rotates the bits of an element's place (row, lane) by one; log2(lanes) passes swap the two.
+template <typename Acc>
+void transpose(Register<Acc>* rows) {
+  constexpr int kCount = kLanes<Acc>;
+  constexpr auto kSequence = std::make_integer_sequence<int, kCount>();
+#pragma GCC unroll 4
+  for (int pass = 1; pass < kCount; pass *= 2) {
+    Register<Acc> next[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount / 2; ++i) {
+      next[2 * i] = interleave<false, Acc>(rows[i], rows[i + kCount / 2], kSequence);
+      next[2 * i + 1] = interleave<true, Acc>(rows[i], rows[i + kCount / 2], kSequence);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kCount; ++i) rows[i] = next[i];
+  }
+}
+
+}  // namespace memopt::cpu
