@@ -16,6 +16,8 @@
 #include "../common/dispatch.h"
 #include "aten_convolution.h"
 #include "direct_forward.h"
+#include "direct_input_grad.h"
+#include "direct_weight_grad.h"
 #include "max_pool_codes.h"
 
 namespace memopt::cpu {
@@ -157,6 +159,10 @@ DirectShape direct_shape(const Problem& problem, const Tensor& input) {
           strides_of(input)};
 }
 
+bool suits_direct_backward(const DirectShape& shape) {
+  return shape.images > 0 && shape.conv_width.dilation == 1 && code_bits(shape.positions()) == 4;
+}
+
 // Calls body(first image, images) for every chunk of the batch.
 template <typename Body>
 void for_each_chunk(const Problem& problem, const Body& body) {
@@ -258,6 +264,20 @@ std::tuple<Tensor, Tensor, Tensor> conv_relu_pool2d_backward(
   dispatch_floating(dtype, "conv_relu_pool2d_backward", "input", [&](auto zero) {
     using T = decltype(zero);
     const T* dy = grad.const_data_ptr<T>();
+    const DirectShape shape = direct_shape(problem, input);
+    if (suits_direct_backward(shape)) {
+      const BackwardInputs<T> in{dy,     strides_of(grad), bytes, input.const_data_ptr<T>(),
+                                 weight.const_data_ptr<T>(), strides_of(weight)};
+      if (weight_grad || bias_grad) {
+        direct_weight_grad<T>(shape, in, weight_grad ? dw.mutable_data_ptr<T>() : nullptr,
+                              weight_grad ? strides_of(dw) : Strides4{},
+                              bias_grad ? db.mutable_data_ptr<T>() : nullptr);
+      }
+      if (input_grad) {
+        direct_input_grad<T>(shape, in, dx.mutable_data_ptr<T>(), strides_of(dx));
+      }
+      return;
+    }
     Tensor dw_sum = torch::stable::empty(weight.sizes(), acc_dtype<T>());
     std::vector<acc_t<T>> db_sum(pool.channels, 0);
     acc_t<T>* dw_total = dw_sum.template mutable_data_ptr<acc_t<T>>();

@@ -18,7 +18,7 @@
 
 namespace memopt::cpu {
 
-// Weights of a pass over channels should stay in the first-level cache, a band in the second.
+// What a pass over channels reads again should stay in the first-level cache, a band in the second.
 constexpr int64_t kPassBytes = 20 << 10;
 constexpr int64_t kBandBytes = 640 << 10;
 
@@ -61,8 +61,13 @@ ForwardPlan plan_forward(const DirectShape& shape, LanesAre lanes) {
       plan.blocks = blocks;
     }
   }
-  const int64_t weights = shape.taps() * filters_in<Acc>(plan) * sizeof(Acc);
-  plan.pass_channels = std::clamp<int64_t>(kPassBytes / weights, 1, shape.channels);
+  // Of one channel: weights that every tile of a row reads again, or pixels that every block does.
+  const int64_t row = BandLayout(shape, 1, images ? kLanes<Acc> : 1).row();
+  const int64_t again = images ? shape.conv_height.kernel * row
+                               : shape.taps() * filters_in<Acc>(plan);
+  plan.pass_channels = std::clamp<int64_t>(
+      (images ? 2 : 1) * kPassBytes / (again * static_cast<int64_t>(sizeof(Acc))), 1,
+      shape.channels);
   const auto bytes = [&](int64_t rows) {
     return BandLayout(shape, conv_rows(shape, rows), images ? kLanes<Acc> : 1).size() *
            static_cast<int64_t>(sizeof(Acc));
@@ -215,7 +220,7 @@ void run_forward(const DirectShape& shape, const ForwardPlan& plan, const T* x,
                                first_output * out.ys.column,
                            kImages ? out.ys.image : out.ys.channel, out.ys.column, lanes});
           if (out.codes == nullptr) continue;
-          store_packed(codes.data() + j * kLane, pitch, outputs, bits,
+          store_packed<kLane>(codes.data() + j * kLane, pitch, outputs, bits,
                        {out.codes + plane * code_plane + first_output * bits / 8,
                         (kImages ? all_filters : 1) * code_plane, 1, lanes});
         }

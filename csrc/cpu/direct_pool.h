@@ -147,11 +147,15 @@ void store_values(const acc_t<T>* from, int64_t pitch, int64_t outputs, const Pl
     for (int64_t i = 0; i < kLane; ++i) {
       block[i] = i < count ? load<Register<Acc>>(from + (o + i) * pitch) : Register<Acc>{};
     }
-    transpose<Acc>(block);
+    transpose<Acc, kLane>(block);
     for (int64_t i = 0; i < to.lanes; ++i) {
       T* plane = to.data + i * to.lane_step + o;
-      if (std::is_same_v<T, Acc> && count == kLane) {
-        store(plane, block[i]);
+      if constexpr (std::is_same_v<T, Acc>) {
+        if (count == kLane) {
+          store(plane, block[i]);
+        } else {
+          store_first(plane, block[i], count);
+        }
       } else {
         for (int64_t e = 0; e < count; ++e) plane[e] = static_cast<T>(block[i][e]);
       }
@@ -159,25 +163,33 @@ void store_values(const acc_t<T>* from, int64_t pitch, int64_t outputs, const Pl
   }
 }
 
-// (outputs, pitch) codes, one a byte -> planes of packed codes. `outputs` is even but at the end
-// of a plane.
-inline void store_packed(const uint8_t* from, int64_t pitch, int64_t outputs, int bits,
-                         const Planes<uint8_t>& to) {
-  if (bits == 8) {
+// (outputs, pitch) codes, one a byte with kLanes innermost -> planes of packed codes. `outputs` is
+// even but at the end of a plane.
+template <int kLane>
+void store_packed(const uint8_t* from, int64_t pitch, int64_t outputs, int bits,
+                  const Planes<uint8_t>& to) {
+  using Bytes = Vector<uint8_t, kLane>;
+  const int64_t step = bits == 4 ? 2 : 1;  // codes in a byte
+  const int64_t size = (outputs + step - 1) / step;
+  for (int64_t b = 0; b < size; b += kLane) {
+    const int64_t count = std::min<int64_t>(kLane, size - b);
+    Bytes block[kLane];
+    for (int64_t i = 0; i < kLane; ++i) {
+      block[i] = Bytes{};
+      if (i >= count) continue;
+      const int64_t o = (b + i) * step;
+      block[i] = load<Bytes>(from + o * pitch);
+      if (step == 2 && o + 1 < outputs) block[i] |= load<Bytes>(from + (o + 1) * pitch) << 4;
+    }
+    transpose<uint8_t, kLane>(block);
     for (int64_t i = 0; i < to.lanes; ++i) {
-      for (int64_t o = 0; o < outputs; ++o) {
-        to.data[i * to.lane_step + o] = from[o * pitch + i];
+      uint8_t* plane = to.data + i * to.lane_step + b;
+      if (count == kLane) {
+        store(plane, block[i]);
+      } else {
+        for (int64_t e = 0; e < count; ++e) plane[e] = block[i][e];
       }
     }
-    return;
-  }
-  for (int64_t i = 0; i < to.lanes; ++i) {
-    uint8_t* plane = to.data + i * to.lane_step;
-    for (int64_t o = 0; o + 1 < outputs; o += 2) {
-      plane[o / 2] =
-          static_cast<uint8_t>(from[o * pitch + i] | from[(o + 1) * pitch + i] << 4);
-    }
-    if (outputs % 2) plane[outputs / 2] = from[(outputs - 1) * pitch + i];
   }
 }
 

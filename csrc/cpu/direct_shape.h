@@ -55,15 +55,16 @@ void gather_transposed(const T* from, int64_t row_step, int64_t lanes, int64_t s
   for (int64_t i = 0; i < kWidth; ++i) {
     out[i] = Register<acc_t<T>>{};
     if (i >= lanes) continue;
+    const T* row = from + i * row_step;
     if (step == 1 && count == kWidth) {
-      out[i] = load_strided<kWidth, 1>(from + i * row_step, 1);
+      out[i] = load_strided<kWidth, 1>(row, 1);
+    } else if (step == 1 && std::is_same_v<T, acc_t<T>>) {
+      out[i] = load_first(reinterpret_cast<const acc_t<T>*>(row), count);
     } else {
-      for (int64_t e = 0; e < count; ++e) {
-        out[i][e] = static_cast<acc_t<T>>(from[i * row_step + e * step]);
-      }
+      for (int64_t e = 0; e < count; ++e) out[i][e] = static_cast<acc_t<T>>(row[e * step]);
     }
   }
-  transpose<acc_t<T>>(out);
+  transpose<acc_t<T>, kWidth>(out);
 }
 
 // Layout of a band of input rows, padded, in the accumulator's type: (channels, rows, columns, unit).
@@ -110,10 +111,15 @@ void fill_band(const DirectShape& shape, const BandLayout& band, const T* x, int
   const int64_t pad = shape.conv_width.padding, height = shape.conv_height.input;
   // Of the input's columns, those that the band holds.
   const int64_t held = (shape.columns() - 1) * band.stride + shape.conv_width.reach() - pad;
-  const int64_t width = std::min(shape.conv_width.input, held);
+  int64_t width = std::min(shape.conv_width.input, held), rows = band.rows;
   const bool channels_last = shape.x.channel == 1 && band.channels > 1;
   Register<Acc> block[kWidth];
-  for (int64_t i = 0; i < band.rows; ++i) {
+  if (!channels_last && band.stride == 1 && top >= 0 && top + rows <= height && width * band.unit == band.row() &&
+      shape.x.row == width * shape.x.column) {
+    width *= rows;  // rows follow each other without a gap, here and there: one long row
+    rows = 1;
+  }
+  for (int64_t i = 0; i < rows; ++i) {
     const int64_t h = top + i;
     Acc* row = to + i * band.row();
     if (h < 0 || h >= height) {

@@ -83,32 +83,61 @@ void take(Register<Acc> value, unsigned_t<Acc> position, Register<Acc>& best,
   code = wins ? here : code;
 }
 
-// Lane i of the result is a[i / 2] for even i and b[i / 2] for odd i, from the low or high halves.
-template <bool kHigh, typename Acc, int... kIndex>
-Register<Acc> interleave(Register<Acc> a, Register<Acc> b,
-                         std::integer_sequence<int, kIndex...>) {
+// The first `count` lanes from memory, 0 in the others; nothing beyond them is read.
+template <typename Acc>
+Register<Acc> load_first(const Acc* from, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<Acc, float>) {
+    const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1);
+    return reinterpret_cast<Register<Acc>>(_mm512_maskz_loadu_ps(lanes, from));
+  }
+#endif
+  Register<Acc> v = {};
+  for (int64_t i = 0; i < count; ++i) v[i] = from[i];
+  return v;
+}
+
+// The first `count` lanes to memory.
+template <typename Acc>
+void store_first(Acc* to, Register<Acc> v, int64_t count) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<Acc, float>) {
+    const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1);
+    _mm512_mask_storeu_ps(to, lanes, reinterpret_cast<__m512>(v));
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < count; ++i) to[i] = v[i];
+}
+
+// Lane i of the result is lane i / 2 of the low (or high) half of a for even i, of b for odd i.
+template <bool kHigh, typename T, int... kIndex>
+Vector<T, sizeof...(kIndex)> interleave(Vector<T, sizeof...(kIndex)> a,
+                                        Vector<T, sizeof...(kIndex)> b,
+                                        std::integer_sequence<int, kIndex...>) {
   constexpr int kCount = sizeof...(kIndex), kFrom = kHigh ? kCount / 2 : 0;
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, (kFrom + kIndex / 2 + kIndex % 2 * kCount)...);
 #else
-  using Index = Vector<std::make_signed_t<unsigned_t<Acc>>, kCount>;
-  return __builtin_shuffle(a, b, Index{(kFrom + kIndex / 2 + kIndex % 2 * kCount)...});
+  using Lane = std::conditional_t<sizeof(T) == 1, int8_t,
+                                  std::conditional_t<sizeof(T) == 4, int32_t, int64_t>>;
+  return __builtin_shuffle(a, b,
+                           Vector<Lane, kCount>{(kFrom + kIndex / 2 + kIndex % 2 * kCount)...});
 #endif
 }
 
 // rows[i][j] becomes rows[j][i]. Each pass interleaves the first half of the rows with the second,
 // which rotates the bits of an element's place (row, lane) by one; log2(lanes) passes swap the two.
-template <typename Acc>
-void transpose(Register<Acc>* rows) {
-  constexpr int kCount = kLanes<Acc>;
+template <typename T, int kCount>
+void transpose(Vector<T, kCount>* rows) {
   constexpr auto kSequence = std::make_integer_sequence<int, kCount>();
 #pragma GCC unroll 4
   for (int pass = 1; pass < kCount; pass *= 2) {
-    Register<Acc> next[kCount];
+    Vector<T, kCount> next[kCount];
 #pragma GCC unroll 8
     for (int i = 0; i < kCount / 2; ++i) {
-      next[2 * i] = interleave<false, Acc>(rows[i], rows[i + kCount / 2], kSequence);
-      next[2 * i + 1] = interleave<true, Acc>(rows[i], rows[i + kCount / 2], kSequence);
+      next[2 * i] = interleave<false, T>(rows[i], rows[i + kCount / 2], kSequence);
+      next[2 * i + 1] = interleave<true, T>(rows[i], rows[i + kCount / 2], kSequence);
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kCount; ++i) rows[i] = next[i];

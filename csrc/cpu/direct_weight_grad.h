@@ -1,0 +1,259 @@
+// dW and db from codes: every live window adds dy times its patch of x.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "direct_windows.h"
+
+namespace memopt::cpu {
+
+constexpr int64_t kPatchBytes = 36 << 10;    // of x: what stays in the first-level cache
+constexpr int64_t kPartialBytes = 4 << 20;   // of partial sums of dW, over all slices of the batch
+constexpr int64_t kMaxSlices = 16;
+constexpr int64_t kFilterBlock = 32;
+
+// Padded rows of x from `top` on for one channel block: to (rows, columns, channels).
+template <typename T>
+void fill_patches(const DirectShape& shape, const PatchLayout<acc_t<T>>& patch, const T* x,
+                  int64_t top, int64_t rows, acc_t<T>* to) {
+  using Acc = acc_t<T>;
+  constexpr int64_t kLane = kLanes<Acc>;
+  const int64_t pad = shape.conv_width.padding;
+  const int64_t width = std::min(shape.conv_width.input, patch.columns - pad);
+  Register<Acc> block[kLane];
+  std::fill_n(to, rows * patch.row, Acc(0));
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t h = top + i;
+    if (h < 0 || h >= shape.conv_height.input) continue;
+    const T* from = x + h * shape.x.row;
+    Acc* line = to + i * patch.row + pad * patch.channels;
+    if (patch.channels == 1 || shape.x.channel == 1) {
+      for (int64_t w = 0; w < width; ++w) {
+        for (int64_t c = 0; c < patch.channels; ++c) {
+          line[w * patch.channels + c] = static_cast<Acc>(from[w * shape.x.column + c]);
+        }
+      }
+      continue;
+    }
+    for (int64_t w = 0; w < width; w += kLane) {
+      const int64_t count = std::min(kLane, width - w);
+      gather_transposed(from + w * shape.x.column, shape.x.channel, patch.channels, shape.x.column,
+                        count, block);
+      if (patch.channels == kLane) {
+        for (int64_t e = 0; e < count; ++e) store(line + (w + e) * kLane, block[e]);
+        continue;
+      }
+      for (int64_t e = 0; e < count; ++e) {
+        for (int64_t c = 0; c < patch.channels; ++c) {
+          line[(w + e) * patch.channels + c] = block[e][c];
+        }
+      }
+    }
+  }
+}
+
+// sums (rows, registers) += sum over windows of grads * patches of x.
+template <typename Acc>
+struct AddPatches {
+  template <int kRows, int kRun>
+  static void run(const Acc* x, int64_t tap_row, const int32_t* offsets, const Acc* grads,
+                  int64_t count, Acc* sums, int64_t sums_row) {
+    constexpr int kLane = kLanes<Acc>;
+    using V = Register<Acc>;
+    V total[kRows][kRun] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const Acc* from = x + offsets[i];
+      const V grad = broadcast(grads[i]);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kRun; ++v) {
+          total[r][v] = multiply_add(grad, load<V>(from + r * tap_row + v * kLane), total[r][v]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kRun; ++v) {
+        Acc* to = sums + r * sums_row + v * kLane;
+        store(to, load<V>(to) + total[r][v]);
+      }
+    }
+  }
+};
+
+// Codes, one a byte, and gradients of `count` filters of an image, each (count, outputs). Returns
+// the gradients, which are the tensor's own where it lies so.
+template <typename T>
+const acc_t<T>* unpack_planes(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
+                              int64_t first_filter, int64_t count, uint8_t* codes, acc_t<T>* dy) {
+  constexpr int kLane = kLanes<acc_t<T>>;
+  const int64_t outputs = shape.outputs(), filters = shape.groups * shape.filters;
+  const int64_t width = shape.width.output;
+  for (int64_t k = 0; k < count; ++k) {
+    const uint8_t* packed = in.codes + (image * filters + first_filter + k) * plane_bytes(outputs, 4);
+    for (int64_t o = 0; o < outputs; o += kLane) {
+      store(codes + k * outputs + o,
+            expand_codes<kLane>(packed, o, std::min<int64_t>(kLane, outputs - o)));
+    }
+  }
+  const T* from = in.dy + image * in.dys.image + first_filter * in.dys.channel;
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    const bool rows = in.dys.column == 1 && in.dys.row == width;
+    if (rows && (in.dys.channel == outputs || count == 1)) return from;
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      dy[k * outputs + o] = static_cast<acc_t<T>>(
+          from[k * in.dys.channel + o / width * in.dys.row + o % width * in.dys.column]);
+    }
+  }
+  return dy;
+}
+
+// Which part of the sum a task works on: a slice of the batch, a channel block and a filter block of
+// a group. The slices depend on the problem only, so that the sum's order does not depend on threads.
+template <typename Acc>
+struct WeightGradPlan {
+  int64_t slices, channel_blocks, filter_blocks, patch;  // patch: elements of a filter's largest
+
+  explicit WeightGradPlan(const DirectShape& shape)
+      : channel_blocks(memopt::cpu::channel_blocks<Acc>(shape)),
+        filter_blocks((shape.filters + kFilterBlock - 1) / kFilterBlock),
+        patch(PatchLayout<Acc>(shape, 0).patch()) {
+    const int64_t bytes = size_of_slice(shape) * static_cast<int64_t>(sizeof(Acc));
+    slices = std::clamp<int64_t>(kPartialBytes / bytes, 1, std::min(kMaxSlices, shape.images));
+  }
+  int64_t size_of_slice(const DirectShape& shape) const {
+    return shape.groups * shape.filters * channel_blocks * patch;
+  }
+};
+
+// One task's sums: partial (filters of the block, channel_blocks, patch) of this slice and group.
+template <typename T>
+void sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& plan,
+                     const BackwardInputs<T>& in, const std::vector<int32_t>& valid, int64_t slice,
+                     int64_t group, int64_t channel_block, int64_t filter_block,
+                     acc_t<T>* partial, acc_t<T>* bias_partial) {
+  using Acc = acc_t<T>;
+  constexpr int64_t kLane = kLanes<Acc>;
+  const PatchLayout<Acc> patch(shape, channel_block);
+  const std::vector<Segment> parts = segments(patch);
+  std::vector<decltype(segment_kernel<AddPatches<Acc>>(parts[0]))> kernels;
+  for (const Segment& part : parts) kernels.push_back(segment_kernel<AddPatches<Acc>>(part));
+  const std::vector<int32_t> positions = patch.positions(shape);
+  const int64_t width = shape.width.output, outputs = shape.outputs();
+  const int64_t first = filter_block * kFilterBlock;
+  const int64_t filters = std::min(kFilterBlock, shape.filters - first);
+  int64_t band = shape.height.output;
+  while (band > 1 && PatchLayout<Acc>::rows(shape, band) * patch.row *
+                             static_cast<int64_t>(sizeof(Acc)) > kPatchBytes) {
+    band = (band + 1) / 2;
+  }
+  std::vector<int32_t> windows(band * width);
+  for (int64_t o = 0; o < band * width; ++o) {
+    windows[o] = patch.window(shape, o / width, o % width, 0);
+  }
+  Scratch<Acc> x(PatchLayout<Acc>::rows(shape, band) * patch.row);
+  Scratch<uint8_t> codes(filters * outputs);
+  Scratch<Acc> dy(filters * outputs), grads(band * width);
+  Scratch<int32_t> offsets(band * width);
+  for (int64_t k = 0; k < filters; ++k) {
+    if (partial) std::fill_n(partial + k * plan.channel_blocks * plan.patch, plan.patch, Acc(0));
+    if (bias_partial) bias_partial[k] = Acc(0);
+  }
+  const int64_t last_image = (slice + 1) * shape.images / plan.slices;
+  for (int64_t image = slice * shape.images / plan.slices; image < last_image; ++image) {
+    const Acc* passed = unpack_planes(shape, in, image, group * shape.filters + first, filters,
+                                      codes.data(), dy.data());
+    const T* source = in.x + image * shape.x.image +
+                      (group * shape.channels + patch.first_channel) * shape.x.channel;
+    for (int64_t oh = 0; oh < shape.height.output; oh += band) {
+      const int64_t rows = std::min(band, shape.height.output - oh);
+      if (partial) {
+        // From the first row of the pool's padding on; those rows are never read.
+        const int64_t top = (oh * shape.height.stride - shape.height.padding) *
+                                shape.conv_height.stride - shape.conv_height.padding;
+        fill_patches(shape, patch, source, top, PatchLayout<Acc>::rows(shape, rows), x.data());
+      }
+      for (int64_t k = 0; k < filters; ++k) {
+        const int64_t from = k * outputs + oh * width;
+        const int64_t live = live_windows(codes.data() + from, passed + from, windows.data(),
+                                          valid.data() + oh * width, positions.data(),
+                                          rows * width, offsets.data(), grads.data());
+        if (bias_partial) {
+          Acc sum = 0;
+          for (int64_t i = 0; i < live; ++i) sum += grads.data()[i];
+          bias_partial[k] += sum;
+        }
+        if (partial == nullptr) continue;
+        Acc* sums = partial + k * plan.channel_blocks * plan.patch;
+        for (std::size_t i = 0; i < parts.size(); ++i) {
+          const Segment& part = parts[i];
+          kernels[i](x.data() + part.first_row * patch.tap_row + part.first_register * kLane,
+                     patch.tap_row, offsets.data(), grads.data(), live,
+                     sums + (part.first_row * patch.registers + part.first_register) * kLane,
+                     patch.registers * kLane);
+        }
+      }
+    }
+  }
+}
+
+// dw (K, C, R, S) with the weight's strides, db (K); either may be null.
+template <typename T>
+void direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T* dw,
+                        const Strides4& dws, T* db) {
+  using Acc = acc_t<T>;
+  const WeightGradPlan<Acc> plan(shape);
+  const std::vector<int32_t> valid = valid_positions(shape);
+  const int64_t filters = shape.groups * shape.filters;
+  const int64_t stride = plan.channel_blocks * plan.patch;  // of a filter
+  Scratch<Acc> sums(dw ? plan.slices * plan.size_of_slice(shape) : 0);
+  Scratch<Acc> bias_sums(db ? plan.slices * filters : 0);
+  const int64_t channel_blocks = dw ? plan.channel_blocks : 1;
+  const int64_t tasks = plan.slices * shape.groups * plan.filter_blocks * channel_blocks;
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t channel_block = task % channel_blocks;
+      const int64_t filter_block = task / channel_blocks % plan.filter_blocks;
+      const int64_t group = task / channel_blocks / plan.filter_blocks % shape.groups;
+      const int64_t slice = task / channel_blocks / plan.filter_blocks / shape.groups;
+      const int64_t k = slice * filters + group * shape.filters + filter_block * kFilterBlock;
+      sum_weight_grad(shape, plan, in, valid, slice, group, channel_block, filter_block,
+                      dw ? sums.data() + k * stride + channel_block * plan.patch : nullptr,
+                      db && channel_block == 0 ? bias_sums.data() + k : nullptr);
+    }
+  });
+  // The slices' sums in their order, and into the weight's layout.
+  torch::stable::parallel_for(0, filters, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      if (db) {
+        Acc sum = 0;
+        for (int64_t s = 0; s < plan.slices; ++s) sum += bias_sums.data()[s * filters + k];
+        db[k] = static_cast<T>(sum);
+      }
+      for (int64_t block = 0; dw && block < plan.channel_blocks; ++block) {
+        const PatchLayout<Acc> patch(shape, block);
+        const int64_t row = patch.registers * kLanes<Acc>;
+        for (int64_t r = 0; r < patch.kernel_rows; ++r) {
+          for (int64_t i = 0; i < patch.run; ++i) {
+            Acc sum = 0;
+            for (int64_t s = 0; s < plan.slices; ++s) {
+              sum += sums.data()[(s * filters + k) * stride + block * plan.patch + r * row + i];
+            }
+            dw[k * dws.image + (patch.first_channel + i % patch.channels) * dws.channel +
+               r * dws.row + i / patch.channels * dws.column] = static_cast<T>(sum);
+          }
+        }
+      }
+    }
+  });
+}
+
+}  // namespace memopt::cpu

@@ -1,0 +1,89 @@
+// The windows of one image for a block of filters: which are live, where their winner is, and what
+// gradient they pass on.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "direct_patch.h"
+
+namespace memopt::cpu {
+
+template <typename T>
+struct BackwardInputs {
+  const T* dy;
+  Strides4 dys;
+  const uint8_t* codes;  // packed planes, 4 bits a code
+  const T* x;            // strides are the shape's
+  const T* weight;
+  Strides4 ws;
+};
+
+// Packed codes of outputs [first, first + count), first even, one a byte; at most kLanes of them, and
+// kLanes bytes are written: dead codes beyond the last.
+template <int kLane>
+Vector<uint8_t, kLane> expand_codes(const uint8_t* packed, int64_t first, int64_t count) {
+  using Half = Vector<uint8_t, kLane / 2>;
+  Half bytes;
+  if (count == kLane) {
+    bytes = load<Half>(packed + first / 2);
+  } else {
+    bytes = ~Half{};
+    for (int64_t i = 0; i < (count + 1) / 2; ++i) bytes[i] = packed[first / 2 + i];
+    if (count % 2) bytes[count / 2] |= 0xF0;
+  }
+  const auto wide = __builtin_convertvector(bytes, Vector<uint16_t, kLane / 2>);
+  return reinterpret_cast<Vector<uint8_t, kLane>>((wide & 15) | (wide >> 4) << 8);
+}
+
+// For every output one bit for each position of its window that lies inside the convolution's
+// output. Codes may come from outside: one whose bit is not set counts as dead, as 15 always does.
+inline std::vector<int32_t> valid_positions(const DirectShape& shape) {
+  std::vector<int32_t> valid(shape.outputs());
+  const WindowAxis &height = shape.height, &width = shape.width;
+  for (int64_t o = 0; o < shape.outputs(); ++o) {
+    const int64_t top = o / width.output * height.stride - height.padding;
+    const int64_t left = o % width.output * width.stride - width.padding;
+    for (int64_t p = 0; p < shape.positions(); ++p) {
+      const int64_t h = top + p / width.kernel * height.dilation;
+      const int64_t w = left + p % width.kernel * width.dilation;
+      const bool inside = h >= 0 && h < height.input && w >= 0 && w < width.input;
+      valid[o] |= static_cast<int32_t>(inside) << p;
+    }
+  }
+  return valid;
+}
+
+// Appends the live ones of `count` windows: where their patch lies and their gradient. Writes up to
+// kLanes elements past what it appends. Returns how many.
+template <typename Acc>
+int64_t live_windows(const uint8_t* codes, const Acc* dy, const int32_t* windows,
+                     const int32_t* valid, const int32_t* positions, int64_t count,
+                     int32_t* offsets, Acc* grads) {
+  int64_t live = 0, o = 0;
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<Acc, float>) {
+    const __m512i places = _mm512_loadu_si512(positions), one = _mm512_set1_epi32(1);
+    for (; o + 16 <= count; o += 16) {
+      const __m512i code = _mm512_cvtepu8_epi32(
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + o)));
+      const __m512i bits = _mm512_srlv_epi32(_mm512_loadu_si512(valid + o), code);
+      const __mmask16 lives = _mm512_test_epi32_mask(bits, one);
+      const __m512i place = _mm512_add_epi32(_mm512_loadu_si512(windows + o),
+                                             _mm512_permutexvar_epi32(code, places));
+      // Compressed in a register: storing a compressed register is slow on some processors.
+      _mm512_storeu_si512(offsets + live, _mm512_maskz_compress_epi32(lives, place));
+      _mm512_storeu_ps(grads + live, _mm512_maskz_compress_ps(lives, _mm512_loadu_ps(dy + o)));
+      live += __builtin_popcount(lives);
+    }
+  }
+#endif
+  for (; o < count; ++o) {
+    offsets[live] = windows[o] + positions[codes[o]];
+    grads[live] = dy[o];
+    live += valid[o] >> codes[o] & 1;
+  }
+  return live;
+}
+
+}  // namespace memopt::cpu
