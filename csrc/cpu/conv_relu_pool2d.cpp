@@ -268,15 +268,16 @@ std::tuple<Tensor, Tensor, Tensor> conv_relu_pool2d_backward(
     if (suits_direct_backward(shape)) {
       const BackwardInputs<T> in{dy,     strides_of(grad), bytes, input.const_data_ptr<T>(),
                                  weight.const_data_ptr<T>(), strides_of(weight)};
+      bool done = true;
       if (weight_grad || bias_grad) {
-        direct_weight_grad<T>(shape, in, weight_grad ? dw.mutable_data_ptr<T>() : nullptr,
-                              weight_grad ? strides_of(dw) : Strides4{},
-                              bias_grad ? db.mutable_data_ptr<T>() : nullptr);
+        done = direct_weight_grad<T>(shape, in, weight_grad ? dw.mutable_data_ptr<T>() : nullptr,
+                                     weight_grad ? strides_of(dw) : Strides4{},
+                                     bias_grad ? db.mutable_data_ptr<T>() : nullptr);
       }
-      if (input_grad) {
-        direct_input_grad<T>(shape, in, dx.mutable_data_ptr<T>(), strides_of(dx));
+      if (input_grad && done) {
+        done = direct_input_grad<T>(shape, in, dx.mutable_data_ptr<T>(), strides_of(dx));
       }
-      return;
+      if (done) return;
     }
     Tensor dw_sum = torch::stable::empty(weight.sizes(), acc_dtype<T>());
     std::vector<acc_t<T>> db_sum(pool.channels, 0);

@@ -264,6 +264,9 @@ bool direct_forward(const DirectShape& shape, const T* x, const T* weight, const
   const int64_t filters = shape.groups * plan->blocks * filters_in<Acc>(*plan);
   Scratch<Acc> weights(filters * shape.channels * shape.taps()), starts(filters);
   pack_weight(shape, *plan, weight, ws, bias, bias_step, weights.data(), starts.data());
+  // The padding is zeros here, and 0 * inf would be NaN.
+  const bool padded = shape.conv_height.padding > 0 || shape.conv_width.padding > 0;
+  if (padded && !all_finite(weights.data(), filters * shape.channels * shape.taps())) return false;
   const auto run = plan->lanes == LanesAre::kImages
                        ? run_forward<T, Activation, LanesAre::kImages>
                        : run_forward<T, Activation, LanesAre::kFilters>;

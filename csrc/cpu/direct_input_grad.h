@@ -13,14 +13,14 @@
 
 namespace memopt::cpu {
 
-constexpr int64_t kFilterBytes = 40 << 10;  // of a block of filters
+constexpr int64_t kFilterBytes = 120 << 10;  // of a block of filters: in the second-level cache
 
 // weight -> (groups, channel blocks, filters, patch), zeros beyond a row's run.
 template <typename T>
 std::vector<int64_t> pack_filters(const DirectShape& shape, const BackwardInputs<T>& in,
                                   Scratch<acc_t<T>>& packed) {
   using Acc = acc_t<T>;
-  std::vector<int64_t> starts;  // of each (group, channel block)
+  std::vector<int64_t> starts;  // of each (group, channel block), and the end
   Acc* to = packed.data();
   for (int64_t group = 0; group < shape.groups; ++group) {
     for (int64_t block = 0; block < channel_blocks<Acc>(shape); ++block) {
@@ -40,6 +40,7 @@ std::vector<int64_t> pack_filters(const DirectShape& shape, const BackwardInputs
       }
     }
   }
+  starts.push_back(to - packed.data());
   return starts;
 }
 
@@ -83,8 +84,9 @@ struct AddFilters {
 
 // Codes, one a byte, and gradients of kLanes filters of an image, filters innermost: each (outputs,
 // pitch). Filters beyond the last are dead.
+// Returns false where a gradient is not finite.
 template <typename T>
-void unpack_across(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
+bool unpack_across(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
                    int64_t first_filter, int64_t count, int64_t pitch, uint8_t* codes,
                    acc_t<T>* dy) {
   using Acc = acc_t<T>;
@@ -106,15 +108,19 @@ void unpack_across(const DirectShape& shape, const BackwardInputs<T>& in, int64_
   const bool flat = in.dys.row == shape.width.output * in.dys.column;
   const int64_t width = flat ? outputs : shape.width.output;
   const T* from = in.dy + image * in.dys.image + first_filter * in.dys.channel;
-  Register<Acc> block[kLane];
+  Register<Acc> block[kLane], poison = {};
   for (int64_t h = 0; h < outputs / width; ++h) {
     for (int64_t w = 0; w < width; w += kLane) {
       const int64_t there = std::min(kLane, width - w);
       gather_transposed(from + h * in.dys.row + w * in.dys.column, in.dys.channel, count,
                         in.dys.column, there, block);
-      for (int64_t e = 0; e < there; ++e) store(dy + (h * width + w + e) * pitch, block[e]);
+      for (int64_t e = 0; e < there; ++e) {
+        store(dy + (h * width + w + e) * pitch, block[e]);
+        poison = poison + block[e] * Register<Acc>{};
+      }
     }
   }
+  return all_finite(reinterpret_cast<const Acc*>(&poison), kLane);
 }
 
 // For each position of one window, the filters that have their winner there.
@@ -228,13 +234,15 @@ void store_patches(const DirectShape& shape, const PatchLayout<acc_t<T>>& patch,
 
 // dx (N, C, H, W), all of it written.
 template <typename T>
-void direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T* dx,
+bool direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T* dx,
                        const Strides4& dxs) {
   using Acc = acc_t<T>;
   const int64_t blocks = channel_blocks<Acc>(shape), outputs = shape.outputs();
   const PatchLayout<Acc> largest(shape, 0);
   Scratch<Acc> packed(shape.groups * shape.filters * blocks * largest.patch());
-  const std::vector<int64_t> starts = pack_filters(shape, in, packed);
+  std::vector<int64_t> starts = pack_filters(shape, in, packed);
+  if (!all_finite(packed.data(), starts.back())) return false;
+  starts.pop_back();
   const std::vector<int32_t> valid = valid_positions(shape);
   // A multiple of the lanes whose weights stay in the first-level cache.
   constexpr int64_t kLane = kLanes<Acc>;
@@ -245,13 +253,14 @@ void direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T*
   // The pool's padding: windows may begin above and left of the convolution's output.
   const int64_t above = shape.height.padding * shape.conv_height.stride;
 
+  std::atomic<bool> finite = true;
   torch::stable::parallel_for(0, shape.images * shape.groups * blocks, 1, [&](int64_t begin,
                                                                             int64_t end) {
     Scratch<Acc> plane(rows * largest.row), dy(pitch * outputs);
     Scratch<uint8_t> codes(pitch * outputs);
     Buckets<Acc> buckets(pitch);
     std::vector<int32_t> windows(outputs), places(pitch);
-    for (int64_t task = begin; task < end; ++task) {
+    for (int64_t task = begin; task < end && finite; ++task) {
       const int64_t block = task % blocks, group = task / blocks % shape.groups;
       const int64_t image = task / blocks / shape.groups;
       const PatchLayout<Acc> patch(shape, block);
@@ -264,8 +273,10 @@ void direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T*
       for (int64_t first = 0; first < shape.filters; first += pitch) {
         for (int64_t k = 0; k < pitch; k += kLane) {
           const int64_t count = std::clamp<int64_t>(shape.filters - first - k, 0, kLane);
-          unpack_across(shape, in, image, group * shape.filters + first + k, count, pitch,
-                        codes.data() + k, dy.data() + k);
+          if (!unpack_across(shape, in, image, group * shape.filters + first + k, count, pitch,
+                             codes.data() + k, dy.data() + k)) {
+            finite = false;
+          }
         }
         scatter_windows(shape, patch, windows, valid, places,
                         packed.data() + starts[group * blocks + block] + first * patch.patch(),
@@ -277,6 +288,7 @@ void direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T*
                     dxs);
     }
   });
+  return finite;
 }
 
 }  // namespace memopt::cpu

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -135,8 +136,9 @@ struct WeightGradPlan {
 };
 
 // One task's sums: partial (filters of the block, channel_blocks, patch) of this slice and group.
+// Returns false once it meets a value that is not finite.
 template <typename T>
-void sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& plan,
+bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& plan,
                      const BackwardInputs<T>& in, const std::vector<int32_t>& valid, int64_t slice,
                      int64_t group, int64_t channel_block, int64_t filter_block,
                      acc_t<T>* partial, acc_t<T>* bias_partial) {
@@ -176,10 +178,13 @@ void sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
     for (int64_t oh = 0; oh < shape.height.output; oh += band) {
       const int64_t rows = std::min(band, shape.height.output - oh);
       if (partial) {
+        if (oh == 0 && !all_finite(passed, filters * outputs)) return false;
         // From the first row of the pool's padding on; those rows are never read.
         const int64_t top = (oh * shape.height.stride - shape.height.padding) *
                                 shape.conv_height.stride - shape.conv_height.padding;
-        fill_patches(shape, patch, source, top, PatchLayout<Acc>::rows(shape, rows), x.data());
+        const int64_t filled = PatchLayout<Acc>::rows(shape, rows);
+        fill_patches(shape, patch, source, top, filled, x.data());
+        if (!all_finite(x.data(), filled * patch.row)) return false;
       }
       for (int64_t k = 0; k < filters; ++k) {
         const int64_t from = k * outputs + oh * width;
@@ -203,11 +208,12 @@ void sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
       }
     }
   }
+  return true;
 }
 
 // dw (K, C, R, S) with the weight's strides, db (K); either may be null.
 template <typename T>
-void direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T* dw,
+bool direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T* dw,
                         const Strides4& dws, T* db) {
   using Acc = acc_t<T>;
   const WeightGradPlan<Acc> plan(shape);
@@ -218,18 +224,22 @@ void direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T
   Scratch<Acc> bias_sums(db ? plan.slices * filters : 0);
   const int64_t channel_blocks = dw ? plan.channel_blocks : 1;
   const int64_t tasks = plan.slices * shape.groups * plan.filter_blocks * channel_blocks;
+  std::atomic<bool> finite = true;
   torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
+    for (int64_t task = begin; task < end && finite; ++task) {
       const int64_t channel_block = task % channel_blocks;
       const int64_t filter_block = task / channel_blocks % plan.filter_blocks;
       const int64_t group = task / channel_blocks / plan.filter_blocks % shape.groups;
       const int64_t slice = task / channel_blocks / plan.filter_blocks / shape.groups;
       const int64_t k = slice * filters + group * shape.filters + filter_block * kFilterBlock;
-      sum_weight_grad(shape, plan, in, valid, slice, group, channel_block, filter_block,
-                      dw ? sums.data() + k * stride + channel_block * plan.patch : nullptr,
-                      db && channel_block == 0 ? bias_sums.data() + k : nullptr);
+      if (!sum_weight_grad(shape, plan, in, valid, slice, group, channel_block, filter_block,
+                           dw ? sums.data() + k * stride + channel_block * plan.patch : nullptr,
+                           db && channel_block == 0 ? bias_sums.data() + k : nullptr)) {
+        finite = false;
+      }
     }
   });
+  if (!finite) return false;
   // The slices' sums in their order, and into the weight's layout.
   torch::stable::parallel_for(0, filters, 1, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
@@ -254,6 +264,7 @@ void direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T
       }
     }
   });
+  return true;
 }
 
 }  // namespace memopt::cpu

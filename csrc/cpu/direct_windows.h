@@ -65,12 +65,13 @@ int64_t live_windows(const uint8_t* codes, const Acc* dy, const int32_t* windows
   if constexpr (std::is_same_v<Acc, float>) {
     const __m512i places = _mm512_loadu_si512(positions), one = _mm512_set1_epi32(1);
     for (; o + 16 <= count; o += 16) {
-      const __m512i code = _mm512_cvtepu8_epi32(
+      const __m512i code = _mm512_maskz_cvtepu8_epi32(
+          0xFFFF,
           _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + o)));
-      const __m512i bits = _mm512_srlv_epi32(_mm512_loadu_si512(valid + o), code);
+      const __m512i bits = _mm512_maskz_srlv_epi32(0xFFFF, _mm512_loadu_si512(valid + o), code);
       const __mmask16 lives = _mm512_test_epi32_mask(bits, one);
       const __m512i place = _mm512_add_epi32(_mm512_loadu_si512(windows + o),
-                                             _mm512_permutexvar_epi32(code, places));
+                                             _mm512_maskz_permutexvar_epi32(0xFFFF, code, places));
       // Compressed in a register: storing a compressed register is slow on some processors.
       _mm512_storeu_si512(offsets + live, _mm512_maskz_compress_epi32(lives, place));
       _mm512_storeu_ps(grads + live, _mm512_maskz_compress_ps(lives, _mm512_loadu_ps(dy + o)));

@@ -60,6 +60,21 @@ Register<Acc> broadcast(Acc value) {
   return broadcast_to(value, std::make_index_sequence<kLanes<Acc>>());
 }
 
+// Whether none of `count` values is infinite or NaN.
+template <typename Acc>
+bool all_finite(const Acc* values, int64_t count) {
+  constexpr int kWidth = kLanes<Acc>;
+  Register<Acc> sum = {};
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    sum = sum + load<Register<Acc>>(values + i) * Register<Acc>{};  // 0, or NaN for good
+  }
+  Acc rest = 0;
+  for (; i < count; ++i) rest += values[i] * Acc(0);
+  for (int k = 0; k < kWidth; ++k) rest += sum[k];
+  return rest == Acc(0);
+}
+
 // Takes `value`, found at `position`, into the maximum of a window. The first of equal values wins,
 // and a NaN wins over everything before it, as in eager.
 template <typename Acc>
