@@ -32,7 +32,7 @@ constexpr int64_t kChunkBytes = int64_t{1} << 20;
 
 struct Problem {
   ConvolutionParameters convolution;
-  PoolShape pool;  // its input is the convolution's output
+  PoolShape pool;            // its input is the convolution's output
   WindowAxis height, width;  // of the convolution, over the input
   bool channels_last = false;
   int64_t images_per_chunk = 1;
@@ -148,15 +148,10 @@ Strides4 strides_of(const Tensor& t) {
 
 DirectShape direct_shape(const Problem& problem, const Tensor& input) {
   const int64_t groups = problem.convolution.groups;
-  return {problem.pool.images,
-          groups,
-          input.size(1) / groups,
-          problem.pool.channels / groups,
-          problem.height,
-          problem.width,
-          problem.pool.height,
-          problem.pool.width,
-          strides_of(input)};
+  return {
+      problem.pool.images, groups,        input.size(1) / groups, problem.pool.channels / groups,
+      problem.height,      problem.width, problem.pool.height,    problem.pool.width,
+      strides_of(input)};
 }
 
 bool suits_direct_backward(const DirectShape& shape) {
@@ -266,8 +261,12 @@ std::tuple<Tensor, Tensor, Tensor> conv_relu_pool2d_backward(
     const T* dy = grad.const_data_ptr<T>();
     const DirectShape shape = direct_shape(problem, input);
     if (suits_direct_backward(shape)) {
-      const BackwardInputs<T> in{dy,     strides_of(grad), bytes, input.const_data_ptr<T>(),
-                                 weight.const_data_ptr<T>(), strides_of(weight)};
+      const BackwardInputs<T> in{dy,
+                                 strides_of(grad),
+                                 bytes,
+                                 input.const_data_ptr<T>(),
+                                 weight.const_data_ptr<T>(),
+                                 strides_of(weight)};
       bool done = true;
       if (weight_grad || bias_grad) {
         done = direct_weight_grad<T>(shape, in, weight_grad ? dw.mutable_data_ptr<T>() : nullptr,

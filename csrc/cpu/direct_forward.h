@@ -1,8 +1,8 @@
 // conv_relu_pool2d's forward pass without the stock convolution.
 //
-// A task is a band of output rows of one image (filters in the lanes) or of kLanes images (images in
-// the lanes). It copies the input rows it needs, padded, into scratch memory, and for each block of
-// filters computes rows of the convolution's output into a ring just large enough for the pool,
+// A task is a band of output rows of one image (filters in the lanes) or of kLanes images (images
+// in the lanes). It copies the input rows it needs, padded, into scratch memory, and for each block
+// of filters computes rows of the convolution's output into a ring just large enough for the pool,
 // which turns them into values and codes. Nothing larger than the ring is ever held.
 #pragma once
 
@@ -63,8 +63,8 @@ ForwardPlan plan_forward(const DirectShape& shape, LanesAre lanes) {
   }
   // Of one channel: weights that every tile of a row reads again, or pixels that every block does.
   const int64_t row = BandLayout(shape, 1, images ? kLanes<Acc> : 1).row();
-  const int64_t again = images ? shape.conv_height.kernel * row
-                               : shape.taps() * filters_in<Acc>(plan);
+  const int64_t again =
+      images ? shape.conv_height.kernel * row : shape.taps() * filters_in<Acc>(plan);
   plan.pass_channels = std::clamp<int64_t>(
       (images ? 2 : 1) * kPassBytes / (again * static_cast<int64_t>(sizeof(Acc))), 1,
       shape.channels);
@@ -114,8 +114,8 @@ void pack_weight(const DirectShape& shape, const ForwardPlan& plan, const T* wei
 // One row of the convolution's output for one block of filters: out (columns, units * kLanes).
 template <typename Acc, LanesAre kLanesAre>
 void convolve_row(const DirectShape& shape, const ForwardPlan& plan, const BandLayout& band,
-                  const std::vector<int64_t>& offsets, const Acc* x, const Acc* w,
-                  const Acc* start, Acc* out) {
+                  const std::vector<int64_t>& offsets, const Acc* x, const Acc* w, const Acc* start,
+                  Acc* out) {
   const int64_t columns = shape.columns(), most = max_pixels<kLanesAre>(plan.units);
   const int64_t tiles = (columns + most - 1) / most, pixels = columns / tiles;
   const int64_t longer = columns % tiles;  // tiles of one pixel more
@@ -178,8 +178,7 @@ void run_forward(const DirectShape& shape, const ForwardPlan& plan, const T* x,
       const int64_t images = std::min(lanes_of_images, shape.images - image);
       const int64_t last_oh = std::min(height.output, first_oh + plan.band_rows);
       // The first row of the convolution's output that this band has.
-      const int64_t top =
-          std::max<int64_t>(0, first_oh * height.stride - height.padding);
+      const int64_t top = std::max<int64_t>(0, first_oh * height.stride - height.padding);
       fill_band(shape, band, x + image * shape.x.image + group * shape.channels * shape.x.channel,
                 images, top * shape.conv_height.stride - shape.conv_height.padding, input.data());
 
@@ -203,8 +202,8 @@ void run_forward(const DirectShape& shape, const ForwardPlan& plan, const T* x,
             }
           }
           const int64_t place = (oh - first_oh) * width.output * pitch;
-          pool_row<T, Activation>(shape, window, plan.units, dead_code(bits),
-                                  values.data() + place, codes.data() + place);
+          pool_row<T, Activation>(shape, window, plan.units, dead_code(bits), values.data() + place,
+                                  codes.data() + place);
         }
 
         const int64_t outputs = (last_oh - first_oh) * width.output;
@@ -214,15 +213,15 @@ void run_forward(const DirectShape& shape, const ForwardPlan& plan, const T* x,
           if (k >= shape.filters) break;
           const int64_t lanes = kImages ? images : std::min(kLane, shape.filters - k);
           const int64_t plane = image * all_filters + group * shape.filters + k;
-          store_values<T>(values.data() + j * kLane, pitch, outputs,
-                          {out.y + image * out.ys.image +
-                               (group * shape.filters + k) * out.ys.channel +
-                               first_output * out.ys.column,
-                           kImages ? out.ys.image : out.ys.channel, out.ys.column, lanes});
+          store_values<T>(
+              values.data() + j * kLane, pitch, outputs,
+              {out.y + image * out.ys.image + (group * shape.filters + k) * out.ys.channel +
+                   first_output * out.ys.column,
+               kImages ? out.ys.image : out.ys.channel, out.ys.column, lanes});
           if (out.codes == nullptr) continue;
           store_packed<kLane>(codes.data() + j * kLane, pitch, outputs, bits,
-                       {out.codes + plane * code_plane + first_output * bits / 8,
-                        (kImages ? all_filters : 1) * code_plane, 1, lanes});
+                              {out.codes + plane * code_plane + first_output * bits / 8,
+                               (kImages ? all_filters : 1) * code_plane, 1, lanes});
         }
       }
     }
@@ -239,7 +238,8 @@ double efficiency(const DirectShape& shape, const ForwardPlan& plan) {
   return filters * static_cast<double>(shape.images) / static_cast<double>(lanes);
 }
 
-// How to run this shape directly, or nothing where the stock convolution in chunks is the better way.
+// How to run this shape directly, or nothing where the stock convolution in chunks is the better
+// way.
 template <typename Acc>
 std::optional<ForwardPlan> choose_forward(const DirectShape& shape) {
   if (shape.images == 0 || code_bits(shape.positions()) > 8) return std::nullopt;

@@ -49,9 +49,8 @@ std::vector<int64_t> pack_filters(const DirectShape& shape, const BackwardInputs
 template <typename Acc>
 struct AddFilters {
   template <int kRows, int kRun>
-  static void run(const Acc* filters, int64_t filters_row, const int32_t* offsets,
-                  const Acc* grads, int64_t count, const CodeRegister<Acc>& keep, Acc* patch,
-                  int64_t tap_row) {
+  static void run(const Acc* filters, int64_t filters_row, const int32_t* offsets, const Acc* grads,
+                  int64_t count, const CodeRegister<Acc>& keep, Acc* patch, int64_t tap_row) {
     constexpr int kLane = kLanes<Acc>;
     using V = Register<Acc>;
     V total[kRows][kRun] = {};
@@ -193,12 +192,11 @@ void scatter_windows(const DirectShape& shape, const PatchLayout<Acc>& patch,
       for (std::size_t i = 0; i < parts.size(); ++i) {
         const Segment& part = parts[i];
         const bool last = part.first_register + part.registers == patch.registers;
-        kernels[i](filters + (part.first_row * patch.registers + part.first_register) * kLane,
-                   patch.registers * kLane, buckets.offsets.data() + p * buckets.capacity,
-                   buckets.grads.data() + p * buckets.capacity, buckets.sizes[p],
-                   last ? tail : whole,
-                   to + part.first_row * patch.tap_row + part.first_register * kLane,
-                   patch.tap_row);
+        kernels[i](
+            filters + (part.first_row * patch.registers + part.first_register) * kLane,
+            patch.registers * kLane, buckets.offsets.data() + p * buckets.capacity,
+            buckets.grads.data() + p * buckets.capacity, buckets.sizes[p], last ? tail : whole,
+            to + part.first_row * patch.tap_row + part.first_register * kLane, patch.tap_row);
       }
     }
   }
@@ -254,40 +252,40 @@ bool direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T*
   const int64_t above = shape.height.padding * shape.conv_height.stride;
 
   std::atomic<bool> finite = true;
-  torch::stable::parallel_for(0, shape.images * shape.groups * blocks, 1, [&](int64_t begin,
-                                                                            int64_t end) {
-    Scratch<Acc> plane(rows * largest.row), dy(pitch * outputs);
-    Scratch<uint8_t> codes(pitch * outputs);
-    Buckets<Acc> buckets(pitch);
-    std::vector<int32_t> windows(outputs), places(pitch);
-    for (int64_t task = begin; task < end && finite; ++task) {
-      const int64_t block = task % blocks, group = task / blocks % shape.groups;
-      const int64_t image = task / blocks / shape.groups;
-      const PatchLayout<Acc> patch(shape, block);
-      for (int64_t o = 0; o < outputs; ++o) {
-        windows[o] = patch.window(shape, o / shape.width.output, o % shape.width.output, 0) -
-                     static_cast<int32_t>(above * patch.row);
-      }
-      for (int64_t k = 0; k < pitch; ++k) places[k] = static_cast<int32_t>(k * patch.patch());
-      std::fill_n(plane.data(), rows * patch.row, Acc(0));
-      for (int64_t first = 0; first < shape.filters; first += pitch) {
-        for (int64_t k = 0; k < pitch; k += kLane) {
-          const int64_t count = std::clamp<int64_t>(shape.filters - first - k, 0, kLane);
-          if (!unpack_across(shape, in, image, group * shape.filters + first + k, count, pitch,
-                             codes.data() + k, dy.data() + k)) {
-            finite = false;
+  torch::stable::parallel_for(
+      0, shape.images * shape.groups * blocks, 1, [&](int64_t begin, int64_t end) {
+        Scratch<Acc> plane(rows * largest.row), dy(pitch * outputs);
+        Scratch<uint8_t> codes(pitch * outputs);
+        Buckets<Acc> buckets(pitch);
+        std::vector<int32_t> windows(outputs), places(pitch);
+        for (int64_t task = begin; task < end && finite; ++task) {
+          const int64_t block = task % blocks, group = task / blocks % shape.groups;
+          const int64_t image = task / blocks / shape.groups;
+          const PatchLayout<Acc> patch(shape, block);
+          for (int64_t o = 0; o < outputs; ++o) {
+            windows[o] = patch.window(shape, o / shape.width.output, o % shape.width.output, 0) -
+                         static_cast<int32_t>(above * patch.row);
           }
+          for (int64_t k = 0; k < pitch; ++k) places[k] = static_cast<int32_t>(k * patch.patch());
+          std::fill_n(plane.data(), rows * patch.row, Acc(0));
+          for (int64_t first = 0; first < shape.filters; first += pitch) {
+            for (int64_t k = 0; k < pitch; k += kLane) {
+              const int64_t count = std::clamp<int64_t>(shape.filters - first - k, 0, kLane);
+              if (!unpack_across(shape, in, image, group * shape.filters + first + k, count, pitch,
+                                 codes.data() + k, dy.data() + k)) {
+                finite = false;
+              }
+            }
+            scatter_windows(shape, patch, windows, valid, places,
+                            packed.data() + starts[group * blocks + block] + first * patch.patch(),
+                            codes.data(), dy.data(), pitch, buckets, plane.data());
+          }
+          store_patches(
+              shape, patch, rows, plane.data(),
+              dx + image * dxs.image + (group * shape.channels + patch.first_channel) * dxs.channel,
+              dxs);
         }
-        scatter_windows(shape, patch, windows, valid, places,
-                        packed.data() + starts[group * blocks + block] + first * patch.patch(),
-                        codes.data(), dy.data(), pitch, buckets, plane.data());
-      }
-      store_patches(shape, patch, rows, plane.data(),
-                    dx + image * dxs.image +
-                        (group * shape.channels + patch.first_channel) * dxs.channel,
-                    dxs);
-    }
-  });
+      });
   return finite;
 }
 

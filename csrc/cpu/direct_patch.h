@@ -5,11 +5,12 @@
 //   dW[k] += dy * patch of x          dx patch += dy * W[k]
 //
 // The dense gradient of the convolution's output has zeros elsewhere, and 0 * x is 0 as long as all
-// values are finite. Where they are not, the sums below would miss NaNs that the stock gradients have:
-// the functions notice and return false, and the caller takes the dense way.
+// values are finite. Where they are not, the sums below would miss NaNs that the stock gradients
+// have: the functions notice and return false, and the caller takes the dense way.
 //
-// A block of at most kLanes channels is kept channels innermost, so that a row of a patch is one run
-// of kernel width * channels neighbours: a few registers, the last perhaps partly beyond the run.
+// A block of at most kLanes channels is kept channels innermost, so that a row of a patch is one
+// run of kernel width * channels neighbours: a few registers, the last perhaps partly beyond the
+// run.
 #pragma once
 
 #include <algorithm>

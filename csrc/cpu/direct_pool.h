@@ -1,5 +1,5 @@
-// The pool of the direct kernels: from rows of the convolution's output, still in cache with filters
-// or images in the lanes, to values and codes, and from there to the output's own layout.
+// The pool of the direct kernels: from rows of the convolution's output, still in cache with
+// filters or images in the lanes, to values and codes, and from there to the output's own layout.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ Register<acc_t<T>> round_to(Register<acc_t<T>> v) {
         _mm512_maskz_cvtps_ph(0xFFFF, reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT);
     return reinterpret_cast<Register<float>>(_mm512_maskz_cvtph_ps(0xFFFF, half));
 #elif defined(__F16C__)
-    return reinterpret_cast<Register<float>>(_mm256_cvtph_ps(
-        _mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT)));
+    return reinterpret_cast<Register<float>>(
+        _mm256_cvtph_ps(_mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT)));
 #else
     for (int i = 0; i < kLanes<float>; ++i) v[i] = static_cast<float>(static_cast<Half>(v[i]));
     return v;

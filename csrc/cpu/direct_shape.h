@@ -13,9 +13,9 @@ namespace memopt::cpu {
 
 struct DirectShape {
   int64_t images = 0, groups = 1;
-  int64_t channels = 0, filters = 0;        // of one group
-  WindowAxis conv_height, conv_width;       // over the input
-  WindowAxis height, width;                 // of the pool, over the convolution's output
+  int64_t channels = 0, filters = 0;   // of one group
+  WindowAxis conv_height, conv_width;  // over the input
+  WindowAxis height, width;            // of the pool, over the convolution's output
   Strides4 x;
 
   int64_t taps() const { return conv_height.kernel * conv_width.kernel; }
@@ -23,8 +23,7 @@ struct DirectShape {
   int64_t outputs() const { return height.output * width.output; }
   // Columns of the convolution's output that some window of the pool reads.
   int64_t columns() const {
-    return std::min(width.input,
-                    (width.output - 1) * width.stride - width.padding + width.reach());
+    return std::min(width.input, (width.output - 1) * width.stride - width.padding + width.reach());
   }
 };
 
@@ -67,9 +66,9 @@ void gather_transposed(const T* from, int64_t row_step, int64_t lanes, int64_t s
   transpose<acc_t<T>, kWidth>(out);
 }
 
-// Layout of a band of input rows, padded, in the accumulator's type: (channels, rows, columns, unit).
-// Columns are sorted by their phase, column % stride, so that neighbouring outputs of a strided
-// convolution read neighbouring elements.
+// Layout of a band of input rows, padded, in the accumulator's type: (channels, rows, columns,
+// unit). Columns are sorted by their phase, column % stride, so that neighbouring outputs of a
+// strided convolution read neighbouring elements.
 struct BandLayout {
   int64_t channels = 0, rows = 0, unit = 1;
   int64_t stride = 1, phase_length = 0;
@@ -114,8 +113,8 @@ void fill_band(const DirectShape& shape, const BandLayout& band, const T* x, int
   int64_t width = std::min(shape.conv_width.input, held), rows = band.rows;
   const bool channels_last = shape.x.channel == 1 && band.channels > 1;
   Register<Acc> block[kWidth];
-  if (!channels_last && band.stride == 1 && top >= 0 && top + rows <= height && width * band.unit == band.row() &&
-      shape.x.row == width * shape.x.column) {
+  if (!channels_last && band.stride == 1 && top >= 0 && top + rows <= height &&
+      width * band.unit == band.row() && shape.x.row == width * shape.x.column) {
     width *= rows;  // rows follow each other without a gap, here and there: one long row
     rows = 1;
   }

@@ -1,5 +1,6 @@
 // The innermost loop of the direct convolution: a block of accumulators for P neighbouring pixels
-// of one output row and J units of filters, held in registers while it walks over channels and taps.
+// of one output row and J units of filters, held in registers while it walks over channels and
+// taps.
 //
 //   out[p][j] (+)= sum over channels c and taps t of x[c * plane + offset[t] + p] * w[c][t][j]
 //
@@ -20,10 +21,10 @@ enum class LanesAre { kFilters, kImages };
 
 // Where the taps of one output row lie in the scratch copy of the input, in elements.
 struct Taps {
-  int64_t channels = 0;             // of this pass
-  int64_t plane = 0;                // from a channel to the next
-  int64_t count = 0;                // per channel
-  const int64_t* offsets = nullptr; // [count]
+  int64_t channels = 0;              // of this pass
+  int64_t plane = 0;                 // from a channel to the next
+  int64_t count = 0;                 // per channel
+  const int64_t* offsets = nullptr;  // [count]
 };
 
 // Units of filters in a block, at most, and the pixels that fit beside so many.
@@ -33,8 +34,7 @@ constexpr int max_pixels(int units) {
   // Besides the accumulators, registers hold the loaded operand of a tap and one broadcast value.
   constexpr bool kImages = kLanesAre == LanesAre::kImages;
   int pixels = 1;
-  while (pixels < 14 &&
-         (pixels + 1) * units + (kImages ? pixels + 1 : units) + 1 <= kRegisters) {
+  while (pixels < 14 && (pixels + 1) * units + (kImages ? pixels + 1 : units) + 1 <= kRegisters) {
     ++pixels;
   }
   return pixels;
@@ -105,8 +105,7 @@ ConvolveTile<Acc> choose_units(int units, int pixels, std::integer_sequence<int,
   ConvolveTile<Acc> found = nullptr;
   ((units == kUnits + 1
         ? void(found = choose_pixels<Acc, kLanesAre, kUnits + 1>(
-                   pixels,
-                   std::make_integer_sequence<int, max_pixels<kLanesAre>(kUnits + 1)>()))
+                   pixels, std::make_integer_sequence<int, max_pixels<kLanesAre>(kUnits + 1)>()))
         : void()),
    ...);
   return found;

@@ -12,8 +12,8 @@
 
 namespace memopt::cpu {
 
-constexpr int64_t kPatchBytes = 36 << 10;    // of x: what stays in the first-level cache
-constexpr int64_t kPartialBytes = 4 << 20;   // of partial sums of dW, over all slices of the batch
+constexpr int64_t kPatchBytes = 36 << 10;   // of x: what stays in the first-level cache
+constexpr int64_t kPartialBytes = 4 << 20;  // of partial sums of dW, over all slices of the batch
 constexpr int64_t kMaxSlices = 16;
 constexpr int64_t kFilterBlock = 32;
 
@@ -57,6 +57,28 @@ void fill_patches(const DirectShape& shape, const PatchLayout<acc_t<T>>& patch, 
   }
 }
 
+// Whether `channels` planes of an image hold finite values only.
+template <typename T>
+bool finite_planes(const DirectShape& shape, const T* x, int64_t channels) {
+  const int64_t height = shape.conv_height.input, width = shape.conv_width.input;
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    const bool dense = shape.x.column == 1 && shape.x.row == width;
+    if (dense && (channels == 1 || shape.x.channel == height * width)) {
+      return all_finite(x, channels * height * width);
+    }
+  }
+  acc_t<T> sum = 0;
+  for (int64_t c = 0; c < channels; ++c) {
+    for (int64_t h = 0; h < height; ++h) {
+      const T* row = x + c * shape.x.channel + h * shape.x.row;
+      for (int64_t w = 0; w < width; ++w) {
+        sum += static_cast<acc_t<T>>(row[w * shape.x.column]) * acc_t<T>(0);
+      }
+    }
+  }
+  return sum == acc_t<T>(0);
+}
+
 // sums (rows, registers) += sum over windows of grads * patches of x.
 template <typename Acc>
 struct AddPatches {
@@ -97,7 +119,8 @@ const acc_t<T>* unpack_planes(const DirectShape& shape, const BackwardInputs<T>&
   const int64_t outputs = shape.outputs(), filters = shape.groups * shape.filters;
   const int64_t width = shape.width.output;
   for (int64_t k = 0; k < count; ++k) {
-    const uint8_t* packed = in.codes + (image * filters + first_filter + k) * plane_bytes(outputs, 4);
+    const uint8_t* packed =
+        in.codes + (image * filters + first_filter + k) * plane_bytes(outputs, 4);
     for (int64_t o = 0; o < outputs; o += kLane) {
       store(codes + k * outputs + o,
             expand_codes<kLane>(packed, o, std::min<int64_t>(kLane, outputs - o)));
@@ -117,8 +140,9 @@ const acc_t<T>* unpack_planes(const DirectShape& shape, const BackwardInputs<T>&
   return dy;
 }
 
-// Which part of the sum a task works on: a slice of the batch, a channel block and a filter block of
-// a group. The slices depend on the problem only, so that the sum's order does not depend on threads.
+// Which part of the sum a task works on: a slice of the batch, a channel block and a filter block
+// of a group. The slices depend on the problem only, so that the sum's order does not depend on
+// threads.
 template <typename Acc>
 struct WeightGradPlan {
   int64_t slices, channel_blocks, filter_blocks, patch;  // patch: elements of a filter's largest
@@ -140,8 +164,8 @@ struct WeightGradPlan {
 template <typename T>
 bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& plan,
                      const BackwardInputs<T>& in, const std::vector<int32_t>& valid, int64_t slice,
-                     int64_t group, int64_t channel_block, int64_t filter_block,
-                     acc_t<T>* partial, acc_t<T>* bias_partial) {
+                     int64_t group, int64_t channel_block, int64_t filter_block, acc_t<T>* partial,
+                     acc_t<T>* bias_partial) {
   using Acc = acc_t<T>;
   constexpr int64_t kLane = kLanes<Acc>;
   const PatchLayout<Acc> patch(shape, channel_block);
@@ -153,8 +177,9 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
   const int64_t first = filter_block * kFilterBlock;
   const int64_t filters = std::min(kFilterBlock, shape.filters - first);
   int64_t band = shape.height.output;
-  while (band > 1 && PatchLayout<Acc>::rows(shape, band) * patch.row *
-                             static_cast<int64_t>(sizeof(Acc)) > kPatchBytes) {
+  while (band > 1 &&
+         PatchLayout<Acc>::rows(shape, band) * patch.row * static_cast<int64_t>(sizeof(Acc)) >
+             kPatchBytes) {
     band = (band + 1) / 2;
   }
   std::vector<int32_t> windows(band * width);
@@ -175,22 +200,25 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
                                       codes.data(), dy.data());
     const T* source = in.x + image * shape.x.image +
                       (group * shape.channels + patch.first_channel) * shape.x.channel;
+    // Also of x that no window of the pool reads: the dense gradient has zeros there.
+    if (partial && !(all_finite(passed, filters * outputs) &&
+                     (filter_block > 0 || finite_planes(shape, source, patch.channels)))) {
+      return false;
+    }
     for (int64_t oh = 0; oh < shape.height.output; oh += band) {
       const int64_t rows = std::min(band, shape.height.output - oh);
       if (partial) {
-        if (oh == 0 && !all_finite(passed, filters * outputs)) return false;
         // From the first row of the pool's padding on; those rows are never read.
-        const int64_t top = (oh * shape.height.stride - shape.height.padding) *
-                                shape.conv_height.stride - shape.conv_height.padding;
-        const int64_t filled = PatchLayout<Acc>::rows(shape, rows);
-        fill_patches(shape, patch, source, top, filled, x.data());
-        if (!all_finite(x.data(), filled * patch.row)) return false;
+        const int64_t top =
+            (oh * shape.height.stride - shape.height.padding) * shape.conv_height.stride -
+            shape.conv_height.padding;
+        fill_patches(shape, patch, source, top, PatchLayout<Acc>::rows(shape, rows), x.data());
       }
       for (int64_t k = 0; k < filters; ++k) {
         const int64_t from = k * outputs + oh * width;
         const int64_t live = live_windows(codes.data() + from, passed + from, windows.data(),
-                                          valid.data() + oh * width, positions.data(),
-                                          rows * width, offsets.data(), grads.data());
+                                          valid.data() + oh * width, positions.data(), rows * width,
+                                          offsets.data(), grads.data());
         if (bias_partial) {
           Acc sum = 0;
           for (int64_t i = 0; i < live; ++i) sum += grads.data()[i];

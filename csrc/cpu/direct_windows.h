@@ -19,8 +19,8 @@ struct BackwardInputs {
   Strides4 ws;
 };
 
-// Packed codes of outputs [first, first + count), first even, one a byte; at most kLanes of them, and
-// kLanes bytes are written: dead codes beyond the last.
+// Packed codes of outputs [first, first + count), first even, one a byte; at most kLanes of them,
+// and kLanes bytes are written: dead codes beyond the last.
 template <int kLane>
 Vector<uint8_t, kLane> expand_codes(const uint8_t* packed, int64_t first, int64_t count) {
   using Half = Vector<uint8_t, kLane / 2>;
@@ -66,8 +66,7 @@ int64_t live_windows(const uint8_t* codes, const Acc* dy, const int32_t* windows
     const __m512i places = _mm512_loadu_si512(positions), one = _mm512_set1_epi32(1);
     for (; o + 16 <= count; o += 16) {
       const __m512i code = _mm512_maskz_cvtepu8_epi32(
-          0xFFFF,
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + o)));
+          0xFFFF, _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + o)));
       const __m512i bits = _mm512_maskz_srlv_epi32(0xFFFF, _mm512_loadu_si512(valid + o), code);
       const __mmask16 lives = _mm512_test_epi32_mask(bits, one);
       const __m512i place = _mm512_add_epi32(_mm512_loadu_si512(windows + o),

@@ -11,14 +11,15 @@ namespace memopt::cpu {
 
 // Lanes of an accumulator, float32 or float64, in the widest register of this level.
 template <typename Acc>
-constexpr int kLanes = kFloatLanes * static_cast<int>(sizeof(float)) / static_cast<int>(sizeof(Acc));
+constexpr int kLanes =
+    kFloatLanes * static_cast<int>(sizeof(float)) / static_cast<int>(sizeof(Acc));
 
 template <typename Acc>
 using Register = Vector<Acc, kLanes<Acc>>;
 template <typename Acc>
 using CodeRegister = Vector<unsigned_t<Acc>, kLanes<Acc>>;
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kRegisters = 32;
 #else
 constexpr int kRegisters = 16;
@@ -33,6 +34,9 @@ inline Register<float> multiply_add(Register<float> a, Register<float> b, Regist
 #elif defined(__FMA__)
   return reinterpret_cast<Register<float>>(_mm256_fmadd_ps(
       reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#elif defined(__ARM_FEATURE_FMA)
+  for (int i = 0; i < kLanes<float>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
 #else
   return a * b + c;
 #endif
@@ -45,6 +49,9 @@ inline Register<double> multiply_add(Register<double> a, Register<double> b, Reg
 #elif defined(__FMA__)
   return reinterpret_cast<Register<double>>(_mm256_fmadd_pd(
       reinterpret_cast<__m256d>(a), reinterpret_cast<__m256d>(b), reinterpret_cast<__m256d>(c)));
+#elif defined(__ARM_FEATURE_FMA)
+  for (int i = 0; i < kLanes<double>; ++i) c[i] = __builtin_fma(a[i], b[i], c[i]);
+  return c;
 #else
   return a * b + c;
 #endif
