@@ -154,10 +154,6 @@ DirectShape direct_shape(const Problem& problem, const Tensor& input) {
       strides_of(input)};
 }
 
-bool suits_direct_backward(const DirectShape& shape) {
-  return shape.images > 0 && shape.conv_width.dilation == 1 && code_bits(shape.positions()) == 4;
-}
-
 // Calls body(first image, images) for every chunk of the batch.
 template <typename Body>
 void for_each_chunk(const Problem& problem, const Body& body) {
@@ -260,7 +256,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_relu_pool2d_backward(
     using T = decltype(zero);
     const T* dy = grad.const_data_ptr<T>();
     const DirectShape shape = direct_shape(problem, input);
-    if (suits_direct_backward(shape)) {
+    if (suits_direct_backward<acc_t<T>>(shape)) {
       const BackwardInputs<T> in{dy,
                                  strides_of(grad),
                                  bytes,

@@ -9,7 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "direct_windows.h"
+#include "direct_buckets.h"
+#include "direct_sums.h"
 
 namespace memopt::cpu {
 
@@ -32,9 +33,10 @@ std::vector<int64_t> pack_filters(const DirectShape& shape, const BackwardInputs
                           patch.first_channel * in.ws.channel;
         for (int64_t r = 0; r < patch.kernel_rows; ++r, to += row) {
           std::fill_n(to, row, Acc(0));
-          for (int64_t i = 0; i < patch.run; ++i) {
-            to[i] = static_cast<Acc>(filter[i % patch.channels * in.ws.channel + r * in.ws.row +
-                                            i / patch.channels * in.ws.column]);
+          for (int64_t i = 0; i < shape.conv_width.kernel * patch.channels; ++i) {
+            const int64_t tap = i / patch.channels, c = i % patch.channels;
+            to[patch.place(tap, c)] =
+                static_cast<Acc>(filter[c * in.ws.channel + r * in.ws.row + tap * in.ws.column]);
           }
         }
       }
@@ -44,162 +46,106 @@ std::vector<int64_t> pack_filters(const DirectShape& shape, const BackwardInputs
   return starts;
 }
 
-// patch (rows, registers) += sum over entries of grad * filter. What lies beyond a row's run in its
-// last register is left alone: `keep` has all bits set for the lanes of the run.
+// The padded gradient of one channel block of an image, and how patches are added to it.
 template <typename Acc>
-struct AddFilters {
-  template <int kRows, int kRun>
-  static void run(const Acc* filters, int64_t filters_row, const int32_t* offsets, const Acc* grads,
-                  int64_t count, const CodeRegister<Acc>& keep, Acc* patch, int64_t tap_row) {
+class PatchAdder {
+ public:
+  PatchAdder(const DirectShape& shape, const PatchLayout<Acc>& patch, const Acc* filters, Acc* dx)
+      : patch_(patch), sum_(patch), positions_(patch.positions(shape)), filters_(filters), dx_(dx) {
     constexpr int kLane = kLanes<Acc>;
-    using V = Register<Acc>;
-    V total[kRows][kRun] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      const Acc* from = filters + offsets[i];
-      const V grad = broadcast(grads[i]);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-        for (int v = 0; v < kRun; ++v) {
-          total[r][v] =
-              multiply_add(grad, load<V>(from + r * filters_row + v * kLane), total[r][v]);
-        }
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kRun; ++v) {
-        Acc* to = patch + r * tap_row + v * kLane;
-        V sum = total[r][v];
-        if (v == kRun - 1) {
-          sum = reinterpret_cast<V>(reinterpret_cast<CodeRegister<Acc>>(sum) & keep);
-        }
-        store(to, load<V>(to) + sum);
-      }
+    const int64_t last = patch.dilated ? patch.run : patch.run - (patch.registers - 1) * kLane;
+    for (int64_t i = 0; i < kLane; ++i) tail_[i] = i < last ? ~unsigned_t<Acc>{0} : 0;
+  }
+
+  const std::vector<int32_t>& positions() const { return positions_; }
+
+  // The patch at `place` += sum of grads[i] * filters[offsets[i]].
+  void add(int64_t place, const int32_t* offsets, const Acc* grads, int64_t count) {
+    constexpr int kLane = kLanes<Acc>;
+    for (std::size_t i = 0; i < sum_.parts.size(); ++i) {
+      const Segment& part = sum_.parts[i];
+      const bool last = part.first_register + part.registers == patch_.registers;
+      sum_.kernels[i](
+          filters_ + (part.first_row * patch_.registers + part.first_register) * kLane,
+          patch_.registers * kLane, offsets, grads, count, last || patch_.dilated ? tail_ : whole_,
+          dx_ + place + part.first_row * patch_.tap_row + part.first_register * patch_.step,
+          patch_.tap_row, patch_.step);
     }
   }
+
+ private:
+  const PatchLayout<Acc>& patch_;
+  PatchKernels<Acc, AddFilters> sum_;
+  std::vector<int32_t> positions_;
+  const Acc* filters_;
+  Acc* dx_;
+  CodeRegister<Acc> whole_ = ~CodeRegister<Acc>{}, tail_ = {};
 };
 
-// Codes, one a byte, and gradients of kLanes filters of an image, filters innermost: each (outputs,
-// pitch). Filters beyond the last are dead.
-// Returns false where a gradient is not finite.
+// Adds the windows of all filters of a group for codes of any width, one by one. Returns false
+// where a gradient is not finite.
 template <typename T>
-bool unpack_across(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
-                   int64_t first_filter, int64_t count, int64_t pitch, uint8_t* codes,
-                   acc_t<T>* dy) {
+bool add_each(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
+              int64_t first_filter, const PatchLayout<acc_t<T>>& patch,
+              const std::vector<int32_t>& windows, PatchAdder<acc_t<T>>& adder) {
   using Acc = acc_t<T>;
-  constexpr int64_t kLane = kLanes<Acc>;
   const int64_t outputs = shape.outputs(), filters = shape.groups * shape.filters;
-  const int64_t plane = plane_bytes(outputs, 4);
-  const uint8_t* packed = in.codes + (image * filters + first_filter) * plane;
-  Vector<uint8_t, kLane> rows[kLane];
-  for (int64_t o = 0; o < outputs; o += kLane) {
-    const int64_t there = std::min(kLane, outputs - o);
-    for (int64_t k = 0; k < kLane; ++k) {
-      rows[k] = k < count ? expand_codes<kLane>(packed + k * plane, o, there)
-                          : Vector<uint8_t, kLane>{} + uint8_t{15};
-    }
-    transpose<uint8_t, kLane>(rows);
-    for (int64_t e = 0; e < there; ++e) store(codes + (o + e) * pitch, rows[e]);
-  }
-  // Rows of gradients that follow each other without a gap are one long row.
-  const bool flat = in.dys.row == shape.width.output * in.dys.column;
-  const int64_t width = flat ? outputs : shape.width.output;
-  const T* from = in.dy + image * in.dys.image + first_filter * in.dys.channel;
-  Register<Acc> block[kLane], poison = {};
-  for (int64_t h = 0; h < outputs / width; ++h) {
-    for (int64_t w = 0; w < width; w += kLane) {
-      const int64_t there = std::min(kLane, width - w);
-      gather_transposed(from + h * in.dys.row + w * in.dys.column, in.dys.channel, count,
-                        in.dys.column, there, block);
-      for (int64_t e = 0; e < there; ++e) {
-        store(dy + (h * width + w + e) * pitch, block[e]);
-        poison = poison + block[e] * Register<Acc>{};
-      }
+  const int64_t plane = plane_bytes(outputs, code_bits(shape.positions()));
+  Scratch<Acc> dy(outputs), grads(outputs);
+  Scratch<int32_t> places(outputs);
+  for (int64_t k = 0; k < shape.filters; ++k) {
+    const Acc* passed = unpack_planes(shape, in, image, first_filter + k, 1, nullptr, dy.data());
+    if (!all_finite(passed, outputs)) return false;
+    const int64_t live =
+        live_windows(shape, in.codes + (image * filters + first_filter + k) * plane, 0, passed,
+                     windows.data(), adder.positions(), outputs, places.data(), grads.data());
+    const int32_t filter = static_cast<int32_t>(k * patch.patch());
+    for (int64_t i = 0; i < live; ++i) {
+      adder.add(places.data()[i], &filter, grads.data() + i, 1);
     }
   }
-  return all_finite(reinterpret_cast<const Acc*>(&poison), kLane);
+  return true;
 }
 
-// For each position of one window, the filters that have their winner there.
-template <typename Acc>
-struct Buckets {
-  int64_t capacity;
-  std::vector<int32_t> offsets;  // (16, capacity): of the filter's weights; bucket 15 is the dead
-  std::vector<Acc> grads;
-  int64_t sizes[16];
-
-  // A register may be stored from the last element on.
-  explicit Buckets(int64_t filters)
-      : capacity(filters + kLanes<Acc>), offsets(16 * capacity), grads(16 * capacity) {}
-
-  // Sorts `count` filters, a multiple of kLanes.
-  void sort(const uint8_t* codes, const Acc* dy, const int32_t* places, int64_t count,
-            int64_t positions, int32_t valid) {
-    std::fill_n(sizes, 16, 0);
-#if defined(__AVX512F__)
-    if constexpr (std::is_same_v<Acc, float>) {
-      const __m512i bits = _mm512_set1_epi32(valid), one = _mm512_set1_epi32(1);
-      for (int64_t k = 0; k < count; k += 16) {
-        const __m512i code = _mm512_maskz_cvtepu8_epi32(
-            0xFFFF, _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + k)));
-        const __mmask16 live =
-            _mm512_test_epi32_mask(_mm512_maskz_srlv_epi32(0xFFFF, bits, code), one);
-        const __m512i place = _mm512_loadu_si512(places + k);
-        const __m512 grad = _mm512_loadu_ps(dy + k);
-        for (int64_t p = 0; p < positions; ++p) {
-          const __mmask16 here =
-              _mm512_mask_cmpeq_epi32_mask(live, code, _mm512_set1_epi32(static_cast<int>(p)));
-          const int64_t end = p * capacity + sizes[p];
-          _mm512_storeu_si512(offsets.data() + end, _mm512_maskz_compress_epi32(here, place));
-          _mm512_storeu_ps(grads.data() + end, _mm512_maskz_compress_ps(here, grad));
-          sizes[p] += __builtin_popcount(here);
-        }
+// The same for codes of 4 bits: the filters of a block with the same winner are summed first.
+template <typename T>
+bool add_sorted(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
+                int64_t first_filter, const PatchLayout<acc_t<T>>& patch,
+                const std::vector<int32_t>& windows, const std::vector<int32_t>& valid,
+                PatchAdder<acc_t<T>>& adder) {
+  using Acc = acc_t<T>;
+  constexpr int64_t kLane = kLanes<Acc>;
+  const int64_t outputs = shape.outputs();
+  // A multiple of the lanes.
+  const int64_t fit = kFilterBytes / (patch.patch() * static_cast<int64_t>(sizeof(Acc)));
+  const int64_t needed = (shape.filters + kLane - 1) / kLane * kLane;
+  const int64_t pitch = std::clamp<int64_t>(fit / kLane * kLane, kLane, needed);
+  Scratch<Acc> dy(pitch * outputs);
+  Scratch<uint8_t> codes(pitch * outputs);
+  Buckets<Acc> buckets(pitch);
+  std::vector<int32_t> filters(pitch);
+  for (int64_t first = 0; first < shape.filters; first += pitch) {
+    for (int64_t k = 0; k < pitch; k += kLane) {
+      const int64_t count = std::clamp<int64_t>(shape.filters - first - k, 0, kLane);
+      if (!unpack_across(shape, in, image, first_filter + first + k, count, pitch, codes.data() + k,
+                         dy.data() + k)) {
+        return false;
       }
-      return;
     }
-#endif
-    for (int64_t k = 0; k < count; ++k) {
-      const int64_t bucket = (valid >> codes[k] & 1) ? codes[k] : 15;
-      const int64_t end = bucket * capacity + sizes[bucket]++;
-      offsets[end] = places[k];
-      grads[end] = dy[k];
+    for (int64_t k = 0; k < pitch; ++k) {
+      filters[k] = static_cast<int32_t>((first + k) * patch.patch());
     }
-  }
-};
-
-// Adds the windows of a block of filters to the padded gradient of one channel block of an image.
-template <typename Acc>
-void scatter_windows(const DirectShape& shape, const PatchLayout<Acc>& patch,
-                     const std::vector<int32_t>& windows, const std::vector<int32_t>& valid,
-                     const std::vector<int32_t>& places, const Acc* filters, const uint8_t* codes,
-                     const Acc* dy, int64_t pitch, Buckets<Acc>& buckets, Acc* dx) {
-  constexpr int kLane = kLanes<Acc>;
-  const std::vector<Segment> parts = segments(patch);
-  std::vector<decltype(segment_kernel<AddFilters<Acc>>(parts[0]))> kernels;
-  for (const Segment& part : parts) kernels.push_back(segment_kernel<AddFilters<Acc>>(part));
-  const std::vector<int32_t> positions = patch.positions(shape);
-  const CodeRegister<Acc> whole = ~CodeRegister<Acc>{};
-  CodeRegister<Acc> tail = whole;
-  for (int64_t i = patch.run - (patch.registers - 1) * kLane; i < kLane; ++i) tail[i] = 0;
-  for (int64_t o = 0; o < shape.outputs(); ++o) {
-    buckets.sort(codes + o * pitch, dy + o * pitch, places.data(), pitch, shape.positions(),
-                 valid[o]);
-    for (int64_t p = 0; p < shape.positions(); ++p) {
-      if (buckets.sizes[p] == 0) continue;
-      Acc* to = dx + windows[o] + positions[p];
-      for (std::size_t i = 0; i < parts.size(); ++i) {
-        const Segment& part = parts[i];
-        const bool last = part.first_register + part.registers == patch.registers;
-        kernels[i](
-            filters + (part.first_row * patch.registers + part.first_register) * kLane,
-            patch.registers * kLane, buckets.offsets.data() + p * buckets.capacity,
-            buckets.grads.data() + p * buckets.capacity, buckets.sizes[p], last ? tail : whole,
-            to + part.first_row * patch.tap_row + part.first_register * kLane, patch.tap_row);
+    for (int64_t o = 0; o < outputs; ++o) {
+      buckets.sort(codes.data() + o * pitch, dy.data() + o * pitch, filters.data(), pitch,
+                   shape.positions(), valid[o]);
+      for (int64_t p = 0; p < shape.positions(); ++p) {
+        if (buckets.sizes[p] == 0) continue;
+        adder.add(windows[o] + adder.positions()[p], buckets.offsets.data() + p * buckets.capacity,
+                  buckets.grads.data() + p * buckets.capacity, buckets.sizes[p]);
       }
     }
   }
+  return true;
 }
 
 // The inside of a padded gradient (rows, columns, channels) to dx.
@@ -242,50 +188,35 @@ bool direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T*
   if (!all_finite(packed.data(), starts.back())) return false;
   starts.pop_back();
   const std::vector<int32_t> valid = valid_positions(shape);
-  // A multiple of the lanes whose weights stay in the first-level cache.
-  constexpr int64_t kLane = kLanes<Acc>;
-  const int64_t fit = kFilterBytes / (largest.patch() * static_cast<int64_t>(sizeof(Acc)));
-  const int64_t needed = (shape.filters + kLane - 1) / kLane * kLane;
-  const int64_t pitch = std::clamp<int64_t>(fit / kLane * kLane, kLane, needed);
   const int64_t rows = PatchLayout<Acc>::rows(shape, shape.height.output);
   // The pool's padding: windows may begin above and left of the convolution's output.
   const int64_t above = shape.height.padding * shape.conv_height.stride;
 
   std::atomic<bool> finite = true;
-  torch::stable::parallel_for(
-      0, shape.images * shape.groups * blocks, 1, [&](int64_t begin, int64_t end) {
-        Scratch<Acc> plane(rows * largest.row), dy(pitch * outputs);
-        Scratch<uint8_t> codes(pitch * outputs);
-        Buckets<Acc> buckets(pitch);
-        std::vector<int32_t> windows(outputs), places(pitch);
-        for (int64_t task = begin; task < end && finite; ++task) {
-          const int64_t block = task % blocks, group = task / blocks % shape.groups;
-          const int64_t image = task / blocks / shape.groups;
-          const PatchLayout<Acc> patch(shape, block);
-          for (int64_t o = 0; o < outputs; ++o) {
-            windows[o] = patch.window(shape, o / shape.width.output, o % shape.width.output, 0) -
-                         static_cast<int32_t>(above * patch.row);
-          }
-          for (int64_t k = 0; k < pitch; ++k) places[k] = static_cast<int32_t>(k * patch.patch());
-          std::fill_n(plane.data(), rows * patch.row, Acc(0));
-          for (int64_t first = 0; first < shape.filters; first += pitch) {
-            for (int64_t k = 0; k < pitch; k += kLane) {
-              const int64_t count = std::clamp<int64_t>(shape.filters - first - k, 0, kLane);
-              if (!unpack_across(shape, in, image, group * shape.filters + first + k, count, pitch,
-                                 codes.data() + k, dy.data() + k)) {
-                finite = false;
-              }
-            }
-            scatter_windows(shape, patch, windows, valid, places,
-                            packed.data() + starts[group * blocks + block] + first * patch.patch(),
-                            codes.data(), dy.data(), pitch, buckets, plane.data());
-          }
-          store_patches(
-              shape, patch, rows, plane.data(),
-              dx + image * dxs.image + (group * shape.channels + patch.first_channel) * dxs.channel,
-              dxs);
-        }
-      });
+  const int64_t tasks = shape.images * shape.groups * blocks;
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    Scratch<Acc> plane(rows * largest.row);
+    std::vector<int32_t> windows(outputs);
+    for (int64_t task = begin; task < end && finite; ++task) {
+      const int64_t block = task % blocks, group = task / blocks % shape.groups;
+      const int64_t image = task / blocks / shape.groups;
+      const PatchLayout<Acc> patch(shape, block);
+      for (int64_t o = 0; o < outputs; ++o) {
+        windows[o] = patch.window(shape, o / shape.width.output, o % shape.width.output, 0) -
+                     static_cast<int32_t>(above * patch.row);
+      }
+      std::fill_n(plane.data(), rows * patch.row, Acc(0));
+      PatchAdder<Acc> adder(shape, patch, packed.data() + starts[group * blocks + block],
+                            plane.data());
+      const int64_t first = group * shape.filters;
+      const bool done = valid.empty()
+                            ? add_each(shape, in, image, first, patch, windows, adder)
+                            : add_sorted(shape, in, image, first, patch, windows, valid, adder);
+      if (!done) finite = false;
+      T* to = dx + image * dxs.image + (group * shape.channels + patch.first_channel) * dxs.channel;
+      store_patches(shape, patch, rows, plane.data(), to, dxs);
+    }
+  });
   return finite;
 }
 

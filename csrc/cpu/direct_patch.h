@@ -34,22 +34,32 @@ struct PatchLayout {
   int64_t first_channel = 0, channels = 0;  // of the group
   int64_t columns = 0;                      // padded
   int64_t kernel_rows = 0;
-  int64_t run = 0;        // elements of a patch's row
-  int64_t registers = 0;  // of a patch's row
-  int64_t row = 0;        // elements from a row to the next
-  int64_t tap_row = 0;    // elements from a row of the kernel to the next
+  // A patch's row is one run of taps and channels, or, where the kernel is dilated, one register
+  // for each tap. In elements:
+  bool dilated = false;
+  int64_t run = 0;        // of a run, in its last register perhaps less than that
+  int64_t registers = 0;  // registers of a patch's row
+  int64_t step = 0;       // from a register's elements to the next one's
+  int64_t row = 0;        // from a row to the next
+  int64_t tap_row = 0;    // from a row of the kernel to the next
 
   PatchLayout(const DirectShape& shape, int64_t block)
       : first_channel(block * kLanes<Acc>),
         channels(std::min<int64_t>(kLanes<Acc>, shape.channels - first_channel)),
         columns((shape.columns() - 1) * shape.conv_width.stride + shape.conv_width.reach()),
         kernel_rows(shape.conv_height.kernel),
-        run(shape.conv_width.kernel * channels),
-        registers((run + kLanes<Acc> - 1) / kLanes<Acc>),
+        dilated(shape.conv_width.dilation > 1 && shape.conv_width.kernel > 1),
+        run(dilated ? channels : shape.conv_width.kernel * channels),
+        registers(dilated ? shape.conv_width.kernel : (run + kLanes<Acc> - 1) / kLanes<Acc>),
+        step(dilated ? shape.conv_width.dilation * channels : kLanes<Acc>),
         row(columns * channels),
         tap_row(row * shape.conv_height.dilation) {}
 
   int64_t patch() const { return kernel_rows * registers * kLanes<Acc>; }
+  // Place of a weight in its row of a patch.
+  int64_t place(int64_t tap, int64_t channel) const {
+    return tap * (dilated ? kLanes<Acc> : channels) + channel;
+  }
   // Padded input rows under `count` rows of windows.
   static int64_t rows(const DirectShape& shape, int64_t count) {
     return ((count - 1) * shape.height.stride + shape.height.reach() - 1) *
@@ -58,7 +68,7 @@ struct PatchLayout {
   }
   // Elements from the patch at a window's first position to that at each other.
   std::vector<int32_t> positions(const DirectShape& shape) const {
-    std::vector<int32_t> offsets(16, 0);
+    std::vector<int32_t> offsets(std::max<int64_t>(16, shape.positions()), 0);
     for (int64_t p = 0; p < shape.positions(); ++p) {
       const int64_t h = p / shape.width.kernel * shape.height.dilation * shape.conv_height.stride;
       const int64_t w = p % shape.width.kernel * shape.width.dilation * shape.conv_width.stride;
@@ -78,6 +88,16 @@ struct PatchLayout {
 template <typename Acc>
 int64_t channel_blocks(const DirectShape& shape) {
   return (shape.channels + kLanes<Acc> - 1) / kLanes<Acc>;
+}
+
+// Whether offsets into a padded channel block of an image fit into 32 bits.
+template <typename Acc>
+bool suits_direct_backward(const DirectShape& shape) {
+  const PatchLayout<Acc> patch(shape, 0);
+  const int64_t rows = PatchLayout<Acc>::rows(shape, shape.height.output);
+  const int64_t filters = shape.filters * patch.patch();
+  return shape.images > 0 && rows < (int64_t{1} << 31) / patch.row &&
+         filters < (int64_t{1} << 31) && shape.positions() < (int64_t{1} << 20);
 }
 
 // A part of a patch that one pass holds in registers.

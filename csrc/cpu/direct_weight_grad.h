@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "direct_sums.h"
 #include "direct_windows.h"
 
 namespace memopt::cpu {
@@ -79,67 +80,6 @@ bool finite_planes(const DirectShape& shape, const T* x, int64_t channels) {
   return sum == acc_t<T>(0);
 }
 
-// sums (rows, registers) += sum over windows of grads * patches of x.
-template <typename Acc>
-struct AddPatches {
-  template <int kRows, int kRun>
-  static void run(const Acc* x, int64_t tap_row, const int32_t* offsets, const Acc* grads,
-                  int64_t count, Acc* sums, int64_t sums_row) {
-    constexpr int kLane = kLanes<Acc>;
-    using V = Register<Acc>;
-    V total[kRows][kRun] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      const Acc* from = x + offsets[i];
-      const V grad = broadcast(grads[i]);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-        for (int v = 0; v < kRun; ++v) {
-          total[r][v] = multiply_add(grad, load<V>(from + r * tap_row + v * kLane), total[r][v]);
-        }
-      }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < kRun; ++v) {
-        Acc* to = sums + r * sums_row + v * kLane;
-        store(to, load<V>(to) + total[r][v]);
-      }
-    }
-  }
-};
-
-// Codes, one a byte, and gradients of `count` filters of an image, each (count, outputs). Returns
-// the gradients, which are the tensor's own where it lies so.
-template <typename T>
-const acc_t<T>* unpack_planes(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
-                              int64_t first_filter, int64_t count, uint8_t* codes, acc_t<T>* dy) {
-  constexpr int kLane = kLanes<acc_t<T>>;
-  const int64_t outputs = shape.outputs(), filters = shape.groups * shape.filters;
-  const int64_t width = shape.width.output;
-  for (int64_t k = 0; k < count; ++k) {
-    const uint8_t* packed =
-        in.codes + (image * filters + first_filter + k) * plane_bytes(outputs, 4);
-    for (int64_t o = 0; o < outputs; o += kLane) {
-      store(codes + k * outputs + o,
-            expand_codes<kLane>(packed, o, std::min<int64_t>(kLane, outputs - o)));
-    }
-  }
-  const T* from = in.dy + image * in.dys.image + first_filter * in.dys.channel;
-  if constexpr (std::is_same_v<T, acc_t<T>>) {
-    const bool rows = in.dys.column == 1 && in.dys.row == width;
-    if (rows && (in.dys.channel == outputs || count == 1)) return from;
-  }
-  for (int64_t k = 0; k < count; ++k) {
-    for (int64_t o = 0; o < outputs; ++o) {
-      dy[k * outputs + o] = static_cast<acc_t<T>>(
-          from[k * in.dys.channel + o / width * in.dys.row + o % width * in.dys.column]);
-    }
-  }
-  return dy;
-}
-
 // Which part of the sum a task works on: a slice of the batch, a channel block and a filter block
 // of a group. The slices depend on the problem only, so that the sum's order does not depend on
 // threads.
@@ -169,12 +109,11 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
   using Acc = acc_t<T>;
   constexpr int64_t kLane = kLanes<Acc>;
   const PatchLayout<Acc> patch(shape, channel_block);
-  const std::vector<Segment> parts = segments(patch);
-  std::vector<decltype(segment_kernel<AddPatches<Acc>>(parts[0]))> kernels;
-  for (const Segment& part : parts) kernels.push_back(segment_kernel<AddPatches<Acc>>(part));
+  const PatchKernels<Acc, AddPatches> sum(patch);
   const std::vector<int32_t> positions = patch.positions(shape);
   const int64_t width = shape.width.output, outputs = shape.outputs();
   const int64_t first = filter_block * kFilterBlock;
+  const int bits = code_bits(shape.positions());
   const int64_t filters = std::min(kFilterBlock, shape.filters - first);
   int64_t band = shape.height.output;
   while (band > 1 &&
@@ -198,6 +137,9 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
   for (int64_t image = slice * shape.images / plan.slices; image < last_image; ++image) {
     const Acc* passed = unpack_planes(shape, in, image, group * shape.filters + first, filters,
                                       codes.data(), dy.data());
+    const uint8_t* packed =
+        in.codes + (image * shape.groups * shape.filters + group * shape.filters + first) *
+                       plane_bytes(outputs, bits);
     const T* source = in.x + image * shape.x.image +
                       (group * shape.channels + patch.first_channel) * shape.x.channel;
     // Also of x that no window of the pool reads: the dense gradient has zeros there.
@@ -216,22 +158,27 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
       }
       for (int64_t k = 0; k < filters; ++k) {
         const int64_t from = k * outputs + oh * width;
-        const int64_t live = live_windows(codes.data() + from, passed + from, windows.data(),
-                                          valid.data() + oh * width, positions.data(), rows * width,
-                                          offsets.data(), grads.data());
+        const int64_t live =
+            bits == 4 ? live_windows(codes.data() + from, passed + from, windows.data(),
+                                     valid.data() + oh * width, positions.data(), rows * width,
+                                     offsets.data(), grads.data())
+                      : live_windows(shape, packed + k * plane_bytes(outputs, bits), oh * width,
+                                     passed + from, windows.data(), positions, rows * width,
+                                     offsets.data(), grads.data());
         if (bias_partial) {
-          Acc sum = 0;
-          for (int64_t i = 0; i < live; ++i) sum += grads.data()[i];
-          bias_partial[k] += sum;
+          Acc total = 0;
+          for (int64_t i = 0; i < live; ++i) total += grads.data()[i];
+          bias_partial[k] += total;
         }
         if (partial == nullptr) continue;
         Acc* sums = partial + k * plan.channel_blocks * plan.patch;
-        for (std::size_t i = 0; i < parts.size(); ++i) {
-          const Segment& part = parts[i];
-          kernels[i](x.data() + part.first_row * patch.tap_row + part.first_register * kLane,
-                     patch.tap_row, offsets.data(), grads.data(), live,
-                     sums + (part.first_row * patch.registers + part.first_register) * kLane,
-                     patch.registers * kLane);
+        for (std::size_t i = 0; i < sum.parts.size(); ++i) {
+          const Segment& part = sum.parts[i];
+          sum.kernels[i](
+              x.data() + part.first_row * patch.tap_row + part.first_register * patch.step,
+              patch.tap_row, patch.step, offsets.data(), grads.data(), live,
+              sums + (part.first_row * patch.registers + part.first_register) * kLane,
+              patch.registers * kLane);
         }
       }
     }
@@ -280,13 +227,15 @@ bool direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T
         const PatchLayout<Acc> patch(shape, block);
         const int64_t row = patch.registers * kLanes<Acc>;
         for (int64_t r = 0; r < patch.kernel_rows; ++r) {
-          for (int64_t i = 0; i < patch.run; ++i) {
+          for (int64_t i = 0; i < shape.conv_width.kernel * patch.channels; ++i) {
+            const int64_t tap = i / patch.channels, c = i % patch.channels;
+            const Acc* part = sums.data() + k * stride + block * plan.patch + r * row;
             Acc sum = 0;
             for (int64_t s = 0; s < plan.slices; ++s) {
-              sum += sums.data()[(s * filters + k) * stride + block * plan.patch + r * row + i];
+              sum += part[s * filters * stride + patch.place(tap, c)];
             }
-            dw[k * dws.image + (patch.first_channel + i % patch.channels) * dws.channel +
-               r * dws.row + i / patch.channels * dws.column] = static_cast<T>(sum);
+            dw[k * dws.image + (patch.first_channel + c) * dws.channel + r * dws.row +
+               tap * dws.column] = static_cast<T>(sum);
           }
         }
       }

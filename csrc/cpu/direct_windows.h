@@ -13,7 +13,7 @@ template <typename T>
 struct BackwardInputs {
   const T* dy;
   Strides4 dys;
-  const uint8_t* codes;  // packed planes, 4 bits a code
+  const uint8_t* codes;  // packed planes
   const T* x;            // strides are the shape's
   const T* weight;
   Strides4 ws;
@@ -36,12 +36,43 @@ Vector<uint8_t, kLane> expand_codes(const uint8_t* packed, int64_t first, int64_
   return reinterpret_cast<Vector<uint8_t, kLane>>((wide & 15) | (wide >> 4) << 8);
 }
 
+// Codes of 4 bits, one a byte, and gradients of `count` filters of an image, each (count, outputs).
+// Returns the gradients, which are the tensor's own where they lie so. Wider codes stay packed.
+template <typename T>
+const acc_t<T>* unpack_planes(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
+                              int64_t first_filter, int64_t count, uint8_t* codes, acc_t<T>* dy) {
+  constexpr int kLane = kLanes<acc_t<T>>;
+  const int64_t outputs = shape.outputs(), filters = shape.groups * shape.filters;
+  const int64_t width = shape.width.output;
+  for (int64_t k = 0; k < count && code_bits(shape.positions()) == 4; ++k) {
+    const uint8_t* packed =
+        in.codes + (image * filters + first_filter + k) * plane_bytes(outputs, 4);
+    for (int64_t o = 0; o < outputs; o += kLane) {
+      store(codes + k * outputs + o,
+            expand_codes<kLane>(packed, o, std::min<int64_t>(kLane, outputs - o)));
+    }
+  }
+  const T* from = in.dy + image * in.dys.image + first_filter * in.dys.channel;
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    const bool rows = in.dys.column == 1 && in.dys.row == width;
+    if (rows && (in.dys.channel == outputs || count == 1)) return from;
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      dy[k * outputs + o] = static_cast<acc_t<T>>(
+          from[k * in.dys.channel + o / width * in.dys.row + o % width * in.dys.column]);
+    }
+  }
+  return dy;
+}
+
 // For every output one bit for each position of its window that lies inside the convolution's
-// output. Codes may come from outside: one whose bit is not set counts as dead, as 15 always does.
+// output, for windows of up to 15. Codes may come from outside: one whose bit is not set counts as
+// dead, as 15 always does.
 inline std::vector<int32_t> valid_positions(const DirectShape& shape) {
-  std::vector<int32_t> valid(shape.outputs());
+  std::vector<int32_t> valid(shape.positions() <= 15 ? shape.outputs() : 0);
   const WindowAxis &height = shape.height, &width = shape.width;
-  for (int64_t o = 0; o < shape.outputs(); ++o) {
+  for (int64_t o = 0; o < static_cast<int64_t>(valid.size()); ++o) {
     const int64_t top = o / width.output * height.stride - height.padding;
     const int64_t left = o % width.output * width.stride - width.padding;
     for (int64_t p = 0; p < shape.positions(); ++p) {
@@ -82,6 +113,28 @@ int64_t live_windows(const uint8_t* codes, const Acc* dy, const int32_t* windows
     offsets[live] = windows[o] + positions[codes[o]];
     grads[live] = dy[o];
     live += valid[o] >> codes[o] & 1;
+  }
+  return live;
+}
+
+// The same for codes of any width, straight from a packed plane, outputs [first, first + count).
+template <typename Acc>
+int64_t live_windows(const DirectShape& shape, const uint8_t* packed, int64_t first, const Acc* dy,
+                     const int32_t* windows, const std::vector<int32_t>& positions, int64_t count,
+                     int32_t* offsets, Acc* grads) {
+  const WindowAxis &height = shape.height, &width = shape.width;
+  const int bits = code_bits(shape.positions());
+  int64_t live = 0;
+  for (int64_t o = 0; o < count; ++o) {
+    const int64_t code = load_code(packed, first + o, bits);
+    if (code >= shape.positions()) continue;
+    const int64_t h = (first + o) / width.output * height.stride - height.padding +
+                      code / width.kernel * height.dilation;
+    const int64_t w = (first + o) % width.output * width.stride - width.padding +
+                      code % width.kernel * width.dilation;
+    if (h < 0 || h >= height.input || w < 0 || w >= width.input) continue;
+    offsets[live] = windows[o] + positions[code];
+    grads[live++] = dy[o];
   }
   return live;
 }
