@@ -165,11 +165,7 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
                       : live_windows(shape, packed + k * plane_bytes(outputs, bits), oh * width,
                                      passed + from, windows.data(), positions, rows * width,
                                      offsets.data(), grads.data());
-        if (bias_partial) {
-          Acc total = 0;
-          for (int64_t i = 0; i < live; ++i) total += grads.data()[i];
-          bias_partial[k] += total;
-        }
+        if (bias_partial) bias_partial[k] += sum_of(grads.data(), live);
         if (partial == nullptr) continue;
         Acc* sums = partial + k * plan.channel_blocks * plan.patch;
         for (std::size_t i = 0; i < sum.parts.size(); ++i) {

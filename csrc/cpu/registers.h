@@ -67,6 +67,19 @@ Register<Acc> broadcast(Acc value) {
   return broadcast_to(value, std::make_index_sequence<kLanes<Acc>>());
 }
 
+// The sum of `count` values, always in the same order.
+template <typename Acc>
+Acc sum_of(const Acc* values, int64_t count) {
+  constexpr int kWidth = kLanes<Acc>;
+  Register<Acc> sums = {};
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) sums += load<Register<Acc>>(values + i);
+  Acc sum = 0;
+  for (; i < count; ++i) sum += values[i];
+  for (int k = 0; k < kWidth; ++k) sum += sums[k];
+  return sum;
+}
+
 // Whether none of `count` values is infinite or NaN.
 template <typename Acc>
 bool all_finite(const Acc* values, int64_t count) {
