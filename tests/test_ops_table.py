@@ -32,7 +32,7 @@ def has(namespace: str, op_name: str, dispatch_key: str) -> bool:
 
 def test_there_are_ops():
     assert OPS
-    assert {file_of(name) for name in OPS} == set(FILES)
+    assert {file_of(name) for name in OPS} <= set(FILES)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -72,6 +72,9 @@ def test_every_op_passes_opcheck(tmp_path):
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("part", ["tests/test_{}.py", "benches/bench_{}.py", "csrc/cpu/{}.cpp"])
 def test_op_file_has_its_counterparts(file, part):
+    # A file that declares no op of its own composes its function of another file's: no kernel.
+    if part.startswith("csrc") and file not in {file_of(name) for name in OPS}:
+        return
     path = ROOT / part.format(file)
     assert path.exists(), f"memopt/ops/{file}.py has no {part.format(file)}"
 

@@ -50,7 +50,7 @@ bool unpack_across(const DirectShape& shape, const BackwardInputs<T>& in, int64_
   return all_finite(reinterpret_cast<const Acc*>(&poison), kLane);
 }
 
-// For each position of one window, the filters that have their winner there.
+// For each code of one window, the filters that have it.
 template <typename Acc>
 struct Buckets {
   int64_t capacity;
@@ -64,7 +64,7 @@ struct Buckets {
 
   // Sorts `count` filters, a multiple of kLanes.
   void sort(const uint8_t* codes, const Acc* dy, const int32_t* places, int64_t count,
-            int64_t positions, int32_t valid) {
+            int64_t states, int32_t valid, const Branch<Acc>& second) {
     std::fill_n(sizes, 16, 0);
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<Acc, float>) {
@@ -75,8 +75,8 @@ struct Buckets {
         const __mmask16 live =
             _mm512_test_epi32_mask(_mm512_maskz_srlv_epi32(0xFFFF, bits, code), one);
         const __m512i place = _mm512_loadu_si512(places + k);
-        const __m512 grad = _mm512_loadu_ps(dy + k);
-        for (int64_t p = 0; p < positions; ++p) {
+        const __m512 grad = scale_branch(_mm512_loadu_ps(dy + k), code, second);
+        for (int64_t p = 0; p < states; ++p) {
           const __mmask16 here =
               _mm512_mask_cmpeq_epi32_mask(live, code, _mm512_set1_epi32(static_cast<int>(p)));
           const int64_t end = p * capacity + sizes[p];
@@ -92,7 +92,7 @@ struct Buckets {
       const int64_t bucket = (valid >> codes[k] & 1) ? codes[k] : 15;
       const int64_t end = bucket * capacity + sizes[bucket]++;
       offsets[end] = places[k];
-      grads[end] = dy[k];
+      grads[end] = bucket < second.code ? dy[k] : dy[k] * second.derivative;
     }
   }
 };

@@ -145,8 +145,8 @@ struct ForwardOutputs {
   uint8_t* codes;  // or null
 };
 
-template <typename T, typename Activation, LanesAre kLanesAre>
-void run_forward(const DirectShape& shape, const ForwardPlan& plan, const T* x,
+template <typename T, typename Act, LanesAre kLanesAre>
+void run_forward(const DirectShape& shape, const Act& act, const ForwardPlan& plan, const T* x,
                  const acc_t<T>* weights, const acc_t<T>* starts, const ForwardOutputs<T>& out) {
   using Acc = acc_t<T>;
   constexpr bool kImages = kLanesAre == LanesAre::kImages;
@@ -156,7 +156,7 @@ void run_forward(const DirectShape& shape, const ForwardPlan& plan, const T* x,
   const int64_t image_blocks = (shape.images + lanes_of_images - 1) / lanes_of_images;
   const int64_t filters = filters_in<Acc>(plan), pitch = plan.units * kLane;
   const int64_t weight_block = shape.channels * shape.taps() * filters;
-  const int bits = code_bits(shape.positions());
+  const int bits = code_bits(shape.states());
   const int64_t code_plane = plane_bytes(shape.outputs(), bits);
   const int64_t all_filters = shape.groups * shape.filters;
   const int64_t ring = std::min(height.input, height.reach());
@@ -202,8 +202,8 @@ void run_forward(const DirectShape& shape, const ForwardPlan& plan, const T* x,
             }
           }
           const int64_t place = (oh - first_oh) * width.output * pitch;
-          pool_row<T, Activation>(shape, window, plan.units, dead_code(bits), values.data() + place,
-                                  codes.data() + place);
+          pool_row<T>(shape, act, window, plan.units, dead_code(bits), values.data() + place,
+                      codes.data() + place);
         }
 
         const int64_t outputs = (last_oh - first_oh) * width.output;
@@ -242,7 +242,7 @@ double efficiency(const DirectShape& shape, const ForwardPlan& plan) {
 // way.
 template <typename Acc>
 std::optional<ForwardPlan> choose_forward(const DirectShape& shape) {
-  if (shape.images == 0 || code_bits(shape.positions()) > 8) return std::nullopt;
+  if (shape.images == 0 || code_bits(shape.states()) > 8) return std::nullopt;
   const ForwardPlan filters = plan_forward<Acc>(shape, LanesAre::kFilters);
   const ForwardPlan images = plan_forward<Acc>(shape, LanesAre::kImages);
   const BandLayout band(shape, conv_rows(shape, images.band_rows), kLanes<Acc>);
@@ -255,9 +255,10 @@ std::optional<ForwardPlan> choose_forward(const DirectShape& shape) {
 }
 
 // Runs the whole forward pass, or returns false where the shape is for the stock convolution.
-template <typename T, typename Activation>
-bool direct_forward(const DirectShape& shape, const T* x, const T* weight, const Strides4& ws,
-                    const T* bias, int64_t bias_step, const ForwardOutputs<T>& out) {
+template <typename T, typename Act>
+bool direct_forward(const DirectShape& shape, const Act& act, const T* x, const T* weight,
+                    const Strides4& ws, const T* bias, int64_t bias_step,
+                    const ForwardOutputs<T>& out) {
   using Acc = acc_t<T>;
   const std::optional<ForwardPlan> plan = choose_forward<Acc>(shape);
   if (!plan) return false;
@@ -267,10 +268,9 @@ bool direct_forward(const DirectShape& shape, const T* x, const T* weight, const
   // The padding is zeros here, and 0 * inf would be NaN.
   const bool padded = shape.conv_height.padding > 0 || shape.conv_width.padding > 0;
   if (padded && !all_finite(weights.data(), filters * shape.channels * shape.taps())) return false;
-  const auto run = plan->lanes == LanesAre::kImages
-                       ? run_forward<T, Activation, LanesAre::kImages>
-                       : run_forward<T, Activation, LanesAre::kFilters>;
-  run(shape, *plan, x, weights.data(), starts.data(), out);
+  const auto run = plan->lanes == LanesAre::kImages ? run_forward<T, Act, LanesAre::kImages>
+                                                    : run_forward<T, Act, LanesAre::kFilters>;
+  run(shape, act, *plan, x, weights.data(), starts.data(), out);
   return true;
 }
 

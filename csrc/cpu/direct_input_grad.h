@@ -90,7 +90,7 @@ bool add_each(const DirectShape& shape, const BackwardInputs<T>& in, int64_t ima
               const std::vector<int32_t>& windows, PatchAdder<acc_t<T>>& adder) {
   using Acc = acc_t<T>;
   const int64_t outputs = shape.outputs(), filters = shape.groups * shape.filters;
-  const int64_t plane = plane_bytes(outputs, code_bits(shape.positions()));
+  const int64_t plane = plane_bytes(outputs, code_bits(shape.states()));
   Scratch<Acc> dy(outputs), grads(outputs);
   Scratch<int32_t> places(outputs);
   for (int64_t k = 0; k < shape.filters; ++k) {
@@ -123,6 +123,7 @@ bool add_sorted(const DirectShape& shape, const BackwardInputs<T>& in, int64_t i
   Scratch<Acc> dy(pitch * outputs);
   Scratch<uint8_t> codes(pitch * outputs);
   Buckets<Acc> buckets(pitch);
+  const Branch<Acc> second(shape);
   std::vector<int32_t> filters(pitch);
   for (int64_t first = 0; first < shape.filters; first += pitch) {
     for (int64_t k = 0; k < pitch; k += kLane) {
@@ -137,8 +138,8 @@ bool add_sorted(const DirectShape& shape, const BackwardInputs<T>& in, int64_t i
     }
     for (int64_t o = 0; o < outputs; ++o) {
       buckets.sort(codes.data() + o * pitch, dy.data() + o * pitch, filters.data(), pitch,
-                   shape.positions(), valid[o]);
-      for (int64_t p = 0; p < shape.positions(); ++p) {
+                   shape.states(), valid[o], second);
+      for (int64_t p = 0; p < shape.states(); ++p) {
         if (buckets.sizes[p] == 0) continue;
         adder.add(windows[o] + adder.positions()[p], buckets.offsets.data() + p * buckets.capacity,
                   buckets.grads.data() + p * buckets.capacity, buckets.sizes[p]);

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -66,13 +67,14 @@ struct PatchLayout {
                shape.conv_height.stride +
            shape.conv_height.reach();
   }
-  // Elements from the patch at a window's first position to that at each other.
+  // Elements from the patch at a window's first position to that of each code.
   std::vector<int32_t> positions(const DirectShape& shape) const {
-    std::vector<int32_t> offsets(std::max<int64_t>(16, shape.positions()), 0);
-    for (int64_t p = 0; p < shape.positions(); ++p) {
+    std::vector<int32_t> offsets(std::max<int64_t>(16, shape.states()), 0);
+    for (int64_t code = 0; code < shape.states(); ++code) {
+      const int64_t p = code % shape.positions();
       const int64_t h = p / shape.width.kernel * shape.height.dilation * shape.conv_height.stride;
       const int64_t w = p % shape.width.kernel * shape.width.dilation * shape.conv_width.stride;
-      offsets[p] = static_cast<int32_t>(h * row + w * channels);
+      offsets[code] = static_cast<int32_t>(h * row + w * channels);
     }
     return offsets;
   }
@@ -97,7 +99,8 @@ bool suits_direct_backward(const DirectShape& shape) {
   const int64_t rows = PatchLayout<Acc>::rows(shape, shape.height.output);
   const int64_t filters = shape.filters * patch.patch();
   return shape.images > 0 && rows < (int64_t{1} << 31) / patch.row &&
-         filters < (int64_t{1} << 31) && shape.positions() < (int64_t{1} << 20);
+         filters < (int64_t{1} << 31) && shape.states() < (int64_t{1} << 20) &&
+         std::isfinite(shape.activation.derivative(1));
 }
 
 // A part of a patch that one pass holds in registers.

@@ -38,47 +38,43 @@ Register<acc_t<T>> round_to(Register<acc_t<T>> v) {
   }
 }
 
-// ReLU after the maximum: the same values and codes as before it, since it is monotone and what it
-// makes equal is dead.
-struct ReluAfterMax {
-  template <typename V>
-  static V value(V best) {
-    return best < V{} ? V{} : best;
-  }
-  template <typename V>
-  static auto dead(V value) {
-    return value <= V{};
-  }
-};
-
-// Rows of the convolution's output that one row of windows covers; null where outside.
-template <typename Acc>
-struct WindowRows {
-  std::vector<const Acc*> rows;  // [pool kernel height]
-  bool inside = false;           // none is null
-};
-
 // One output pixel in `units` registers. kHeight and kWidth are those of a window that lies inside,
 // or 0 for any window.
-template <typename T, typename Activation, int kHeight, int kWidth>
-void pool_pixel(const DirectShape& shape, const acc_t<T>* const* rows, int64_t left, int64_t units,
-                unsigned_t<acc_t<T>> dead, acc_t<T>* values, uint8_t* codes) {
+template <typename T, typename Act, int kHeight, int kWidth>
+void pool_pixel(const DirectShape& shape, const Act& act, const acc_t<T>* const* rows, int64_t left,
+                int64_t units, unsigned_t<acc_t<T>> dead, acc_t<T>* values, uint8_t* codes) {
   using Acc = acc_t<T>;
   using V = Register<Acc>;
+  using Code = CodeRegister<Acc>;
   constexpr int kLane = kLanes<Acc>;
   const WindowAxis& width = shape.width;
+  const auto positions = static_cast<unsigned_t<Acc>>(shape.positions());
   for (int64_t j = 0; j < units; ++j) {
     V best = broadcast(-std::numeric_limits<Acc>::infinity());
-    CodeRegister<Acc> code = CodeRegister<Acc>{} + dead;
+    Code code = Code{} + dead;
     bool empty = true;
+    const auto see = [&](const Acc* row, int64_t w, int64_t position) {
+      const V value = round_to<T>(load<V>(row + (w * units + j) * kLane));
+      V activated = act.before(value);
+      Code here = Code{} + static_cast<unsigned_t<Acc>>(position);
+      if constexpr (Act::kBranches) {
+        activated = round_to<T>(activated);
+        here += reinterpret_cast<Code>(act.branch(value)) & positions;
+      }
+      if (empty) {  // a window's first value wins over none, even if it is -inf
+        best = activated;
+        code = here;
+        empty = false;
+      } else {
+        take<Acc>(activated, here, best, code);
+      }
+    };
     if constexpr (kHeight > 0) {
-      empty = false;
 #pragma GCC unroll 3
       for (int kh = 0; kh < kHeight; ++kh) {
 #pragma GCC unroll 3
         for (int kw = 0; kw < kWidth; ++kw) {
-          const Acc* from = rows[kh] + ((left + kw * width.dilation) * units + j) * kLane;
-          take<Acc>(round_to<T>(load<V>(from)), kh * kWidth + kw, best, code);
+          see(rows[kh], left + kw * width.dilation, kh * kWidth + kw);
         }
       }
     } else {
@@ -86,38 +82,35 @@ void pool_pixel(const DirectShape& shape, const acc_t<T>* const* rows, int64_t l
         if (rows[kh] == nullptr) continue;
         for (int64_t kw = 0; kw < width.kernel; ++kw) {
           const int64_t w = left + kw * width.dilation;
-          if (w < 0 || w >= width.input) continue;
-          empty = false;
-          take<Acc>(round_to<T>(load<V>(rows[kh] + (w * units + j) * kLane)),
-                    kh * width.kernel + kw, best, code);
+          if (w >= 0 && w < width.input) see(rows[kh], w, kh * width.kernel + kw);
         }
       }
     }
-    const V value = empty ? best : Activation::value(best);
-    code = Activation::dead(value) ? CodeRegister<Acc>{} + dead : code;
+    const V value = empty ? best : act.after(best);
+    code = act.dead(best) ? Code{} + dead : code;
     store(values + j * kLane, value);
     store(codes + j * kLane, __builtin_convertvector(code, Vector<uint8_t, kLane>));
   }
 }
 
 // One row of outputs: values and codes (OW, units * kLanes).
-template <typename T, typename Activation>
-void pool_row(const DirectShape& shape, const std::vector<const acc_t<T>*>& rows, int64_t units,
-              unsigned_t<acc_t<T>> dead, acc_t<T>* values, uint8_t* codes) {
+template <typename T, typename Act>
+void pool_row(const DirectShape& shape, const Act& act, const std::vector<const acc_t<T>*>& rows,
+              int64_t units, unsigned_t<acc_t<T>> dead, acc_t<T>* values, uint8_t* codes) {
   const WindowAxis& width = shape.width;
   const int64_t pitch = units * kLanes<acc_t<T>>;
   const bool inside = std::find(rows.begin(), rows.end(), nullptr) == rows.end();
   const auto is = [&](int64_t kernel) {
     return inside && shape.height.kernel == kernel && width.kernel == kernel;
   };
-  const auto whole = is(2)   ? pool_pixel<T, Activation, 2, 2>
-                     : is(3) ? pool_pixel<T, Activation, 3, 3>
-                             : pool_pixel<T, Activation, 0, 0>;
+  const auto whole = is(2)   ? pool_pixel<T, Act, 2, 2>
+                     : is(3) ? pool_pixel<T, Act, 3, 3>
+                             : pool_pixel<T, Act, 0, 0>;
   for (int64_t ow = 0; ow < width.output; ++ow, values += pitch, codes += pitch) {
     const int64_t left = ow * width.stride - width.padding;
     const bool fits = left >= 0 && left + width.reach() <= width.input;
-    (fits ? whole : pool_pixel<T, Activation, 0, 0>)(shape, rows.data(), left, units, dead, values,
-                                                     codes);
+    (fits ? whole : pool_pixel<T, Act, 0, 0>)(shape, act, rows.data(), left, units, dead, values,
+                                              codes);
   }
 }
 

@@ -11,15 +11,22 @@
 
 namespace memopt::cpu {
 
+// Element (n, c, h, w) of a tensor lies at n * image + c * channel + h * row + w * column.
+struct Strides4 {
+  int64_t image, channel, row, column;
+};
+
 struct DirectShape {
   int64_t images = 0, groups = 1;
   int64_t channels = 0, filters = 0;   // of one group
   WindowAxis conv_height, conv_width;  // over the input
   WindowAxis height, width;            // of the pool, over the convolution's output
+  Activation activation;
   Strides4 x;
 
   int64_t taps() const { return conv_height.kernel * conv_width.kernel; }
   int64_t positions() const { return height.kernel * width.kernel; }
+  int64_t states() const { return positions() * activation.branches(); }
   int64_t outputs() const { return height.output * width.output; }
   // Columns of the convolution's output that some window of the pool reads.
   int64_t columns() const {

@@ -113,7 +113,8 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
   const std::vector<int32_t> positions = patch.positions(shape);
   const int64_t width = shape.width.output, outputs = shape.outputs();
   const int64_t first = filter_block * kFilterBlock;
-  const int bits = code_bits(shape.positions());
+  const int bits = code_bits(shape.states());
+  const Branch<Acc> second(shape);
   const int64_t filters = std::min(kFilterBlock, shape.filters - first);
   int64_t band = shape.height.output;
   while (band > 1 &&
@@ -160,8 +161,8 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
         const int64_t from = k * outputs + oh * width;
         const int64_t live =
             bits == 4 ? live_windows(codes.data() + from, passed + from, windows.data(),
-                                     valid.data() + oh * width, positions.data(), rows * width,
-                                     offsets.data(), grads.data())
+                                     valid.data() + oh * width, positions.data(), second,
+                                     rows * width, offsets.data(), grads.data())
                       : live_windows(shape, packed + k * plane_bytes(outputs, bits), oh * width,
                                      passed + from, windows.data(), positions, rows * width,
                                      offsets.data(), grads.data());

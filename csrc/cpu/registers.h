@@ -95,12 +95,11 @@ bool all_finite(const Acc* values, int64_t count) {
   return rest == Acc(0);
 }
 
-// Takes `value`, found at `position`, into the maximum of a window. The first of equal values wins,
+// Takes `value` with the code `here` into the maximum of a window. The first of equal values wins,
 // and a NaN wins over everything before it, as in eager.
 template <typename Acc>
-void take(Register<Acc> value, unsigned_t<Acc> position, Register<Acc>& best,
+void take(Register<Acc> value, CodeRegister<Acc> here, Register<Acc>& best,
           CodeRegister<Acc>& code) {
-  const CodeRegister<Acc> here = CodeRegister<Acc>{} + position;
 #if defined(__AVX512F__)
   // The compiler would move the masks through vector registers.
   if constexpr (std::is_same_v<Acc, float>) {

@@ -1,7 +1,9 @@
-"""The windows of conv_relu_pool2d: parameters, sizes, checks, and where a code points."""
+"""The windows of conv_relu_pool in any number of dimensions: parameters, sizes, checks, and where a
+code points."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,109 +12,154 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-Pair = tuple[int, int]
+from memopt.ops import _activations
+
+Numbers = Sequence[int]
 
 
 class Windows(NamedTuple):
     """The convolution's and the pool's parameters, in the order of the op's schema."""
 
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
+    stride: Numbers
+    padding: Numbers
+    dilation: Numbers
     groups: int
-    pool_kernel_size: list[int] | Pair
-    pool_stride: list[int] | Pair
-    pool_padding: list[int] | Pair
-    pool_dilation: list[int] | Pair
+    pool_kernel_size: Numbers
+    pool_stride: Numbers
+    pool_padding: Numbers
+    pool_dilation: Numbers
     ceil_mode: bool
     activation: str
+    alpha: float
+    beta: float
 
     @property
     def positions(self) -> int:
-        return self.pool_kernel_size[0] * self.pool_kernel_size[1]
+        return math.prod(self.pool_kernel_size)
+
+    @property
+    def states(self) -> int:
+        return self.positions * _activations.branches(self.activation)
 
     def convolve(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-
-    def pool(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        return F.max_pool2d_with_indices(
+        convolution = F.conv2d if weight.dim() == 4 else F.conv3d
+        return convolution(
             input,
-            self.pool_kernel_size,
-            self.pool_stride,
-            self.pool_padding,
-            self.pool_dilation,
-            self.ceil_mode,
+            weight,
+            bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
         )
 
-    def sizes(self, input: Tensor, weight: Tensor) -> tuple[Pair, Pair]:
-        """(H, W) of the convolution's output and of the pool's; raises where one is empty."""
+    def activate(self, convolved: Tensor) -> Tensor:
+        return _activations.apply(convolved, self.activation, self.alpha, self.beta)
+
+    def pool(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        two = len(self.pool_kernel_size) == 2
+        pool = F.max_pool2d_with_indices if two else F.max_pool3d_with_indices
+        pooled, index = pool(
+            input,
+            list(self.pool_kernel_size),
+            list(self.pool_stride),
+            list(self.pool_padding),
+            list(self.pool_dilation),
+            self.ceil_mode,
+        )
+        return pooled, index
+
+    def sizes(self, input: Tensor, weight: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of the convolution's output and of the pool's; raises where one is empty."""
         convolved, pooled = [], []
-        for d in (0, 1):
+        for d in range(weight.dim() - 2):
             reach = self.dilation[d] * (weight.shape[2 + d] - 1) + 1
             out = (input.shape[2 + d] + 2 * self.padding[d] - reach) // self.stride[d] + 1
             if out <= 0:
                 raise RuntimeError(
-                    f"conv_relu_pool2d: the kernel reaches over {reach} of a padded input of "
+                    f"{op_name(weight)}: the kernel reaches over {reach} of a padded input of "
                     f"{input.shape[2 + d] + 2 * self.padding[d]}; the convolution's output would "
                     "be empty"
                 )
             convolved.append(out)
-            pooled.append(self._pooled_size(out, d))
-        return (convolved[0], convolved[1]), (pooled[0], pooled[1])
+            pooled.append(self._pooled_size(op_name(weight), out, d))
+        return tuple(convolved), tuple(pooled)
 
-    def _pooled_size(self, size: int, d: int) -> int:
+    def _pooled_size(self, op: str, size: int, d: int) -> int:
         reach = self.pool_dilation[d] * (self.pool_kernel_size[d] - 1) + 1
         step, pad = self.pool_stride[d], self.pool_padding[d]
         if pad > self.pool_kernel_size[d] // 2:
             raise RuntimeError(
-                f"conv_relu_pool2d: pool_padding is {pad}, needs at most half of "
-                f"pool_kernel_size, which is {self.pool_kernel_size[d]}"
+                f"{op}: pool_padding is {pad}, needs at most half of pool_kernel_size, which is "
+                f"{self.pool_kernel_size[d]}"
             )
         out = (size + 2 * pad - reach + (step - 1 if self.ceil_mode else 0)) // step + 1
         if self.ceil_mode and (out - 1) * step >= size + pad:
             out -= 1  # a window that would start in the padding on the right
         if out <= 0:
             raise RuntimeError(
-                f"conv_relu_pool2d: the pool's window reaches over {reach} of the convolution's "
-                f"output of {size}; its output would be empty"
+                f"{op}: the pool's window reaches over {reach} of the convolution's output of "
+                f"{size}; its output would be empty"
             )
         return out
 
-    def winners(self, index: Tensor, convolved: Pair) -> Tensor:
-        """max_pool2d's indices h * W + w (N, C, OH, OW) -> position in the window, row by row."""
-        h, w = index // convolved[1], index % convolved[1]
-        top, left = self._corners(index)
-        row = torch.div(h - top, self.pool_dilation[0], rounding_mode="floor")
-        column = torch.div(w - left, self.pool_dilation[1], rounding_mode="floor")
-        return row * self.pool_kernel_size[1] + column
+    def winners(self, index: Tensor, convolved: Numbers) -> Tensor:
+        """max_pool's flat indices (N, C, *out) -> position in the window, row by row."""
+        position = torch.zeros_like(index)
+        places = torch.unravel_index(index, tuple(convolved))
+        for d, (place, corner) in enumerate(zip(places, self._corners(index), strict=True)):
+            step = torch.div(place - corner, self.pool_dilation[d], rounding_mode="floor")
+            position = position * self.pool_kernel_size[d] + step
+        return position
 
-    def indices(self, codes: Tensor, convolved: Pair) -> tuple[Tensor, Tensor]:
-        """Codes (N, C, OH, OW) -> index h * W + w of each winner, and whether it lives.
+    def indices(self, codes: Tensor, convolved: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes (N, C, *out) -> flat index of each winner, whether it lives, and its branch.
 
-        A code that points out of the input, which no forward pass writes, counts as cut.
+        A code that points out of the input, which no forward pass writes, counts as dead.
         """
-        top, left = self._corners(codes)
-        row = codes // self.pool_kernel_size[1]
-        column = codes % self.pool_kernel_size[1]
-        h = top + row * self.pool_dilation[0]
-        w = left + column * self.pool_dilation[1]
-        inside = (h >= 0) & (h < convolved[0]) & (w >= 0) & (w < convolved[1])
-        live = (codes < self.positions) & inside
-        return torch.where(live, h * convolved[1] + w, 0), live
+        position, branch = codes % self.positions, codes // self.positions
+        live = codes < self.states
+        index, rest = torch.zeros_like(codes), position
+        scale = 1
+        corners = self._corners(codes)
+        for d in reversed(range(len(convolved))):
+            step, rest = rest % self.pool_kernel_size[d], rest // self.pool_kernel_size[d]
+            place = corners[d] + step * self.pool_dilation[d]
+            live = live & (place >= 0) & (place < convolved[d])
+            index = index + place * scale
+            scale *= convolved[d]
+        return torch.where(live, index, 0), live, branch
 
-    def _corners(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        rows, columns = (torch.arange(n, device=like.device) for n in like.shape[2:])
-        top = rows * self.pool_stride[0] - self.pool_padding[0]
-        left = columns * self.pool_stride[1] - self.pool_padding[1]
-        return top.unsqueeze(1), left
+    def not_empty(self, like: Tensor, convolved: Numbers) -> Tensor:
+        """Whether the window of each output (*out) holds a value: padding does not count."""
+        found = torch.ones((), dtype=torch.bool, device=like.device)
+        for d, corner in enumerate(self._corners(like)):
+            steps = torch.arange(self.pool_kernel_size[d], device=like.device)
+            places = corner.unsqueeze(-1) + steps * self.pool_dilation[d]
+            found = found & ((places >= 0) & (places < convolved[d])).any(-1)
+        return found
+
+    def _corners(self, like: Tensor) -> list[Tensor]:
+        """First place of every output's window in each dimension, to broadcast over (*out)."""
+        dims = like.dim() - 2
+        corners = []
+        for d, size in enumerate(like.shape[2:]):
+            corner = torch.arange(size, device=like.device) * self.pool_stride[d]
+            corner = corner - self.pool_padding[d]
+            corners.append(corner.view(-1, *(1,) * (dims - 1 - d)))
+        return corners
+
+
+def op_name(weight: Tensor) -> str:
+    return f"conv_relu_pool{weight.dim() - 2}d"
 
 
 def memory_format(input: Tensor, weight: Tensor) -> torch.memory_format:
     """Stock convolution's rule: channels_last if the input or the weight is, but for no images."""
     if input.shape[0] == 0:
         return torch.contiguous_format
+    last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
     formats = (suggest_memory_format(input), suggest_memory_format(weight))
-    last = torch.channels_last
     return last if last in formats else torch.contiguous_format
 
 
@@ -127,20 +174,13 @@ _LEAST = {
 }
 
 
-def check_tensors(input: object, weight: object) -> None:
-    for name, value in (("input", input), ("weight", weight)):
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"conv_relu_pool2d: {name} is a {type(value).__name__}, needs to be a Tensor"
-            )
-
-
-def check(input: Tensor, weight: Tensor, bias: Tensor | None, p: Windows) -> None:
+def check(
+    op: str, dims: int, input: Tensor, weight: Tensor, bias: Tensor | None, p: Windows
+) -> None:
     """What the stock ops do not check for us, and what fakes would otherwise not notice."""
-    op = "conv_relu_pool2d"
     for name, tensor in (("input", input), ("weight", weight)):
-        if tensor.dim() != 4:
-            raise RuntimeError(f"{op}: {name} has {tensor.dim()} dimensions, needs 4")
+        if tensor.dim() != dims + 2:
+            raise RuntimeError(f"{op}: {name} has {tensor.dim()} dimensions, needs {dims + 2}")
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, tensor in others.items():
         if tensor.dtype != input.dtype:
@@ -165,9 +205,11 @@ def check(input: Tensor, weight: Tensor, bias: Tensor | None, p: Windows) -> Non
         raise RuntimeError(f"{op}: bias has shape {tuple(bias.shape)}, needs ({weight.shape[0]},)")
     for name, least in _LEAST.items():
         values = getattr(p, name)
-        if len(values) != 2 or min(values) < least:
+        if len(values) != dims or min(values) < least:
             raise RuntimeError(
-                f"{op}: {name} is {tuple(values)}, needs two integers of at least {least}"
+                f"{op}: {name} is {tuple(values)}, needs {dims} integers of at least {least}"
             )
-    if p.activation != "relu":
-        raise RuntimeError(f"{op}: activation is {p.activation!r}, needs 'relu'")
+    if p.activation not in _activations.ACTIVATIONS:
+        raise RuntimeError(
+            f"{op}: activation is {p.activation!r}, needs one of {_activations.ACTIVATIONS}"
+        )

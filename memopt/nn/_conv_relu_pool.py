@@ -1,0 +1,107 @@
+"""What ConvReLUPool1d, 2d and 3d share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memopt.ops._activations import parameters
+
+
+class ConvReLUPool(torch.nn.modules.conv._ConvNd):
+    """Stands before `torch.nn.ConvNd` among a layer's bases.
+
+    Its constructor adds the pool's and the activation's arguments, its forward calls the fused
+    function.
+    """
+
+    _function: ClassVar[Callable[..., Tensor]]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] | str = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        pool_kernel_size: int | Sequence[int] = 2,
+        pool_stride: int | Sequence[int] | None = None,
+        pool_padding: int | Sequence[int] = 0,
+        pool_dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
+        activation: str = "relu",
+        negative_slope: float | None = None,
+        min_val: float | None = None,
+        max_val: float | None = None,
+    ) -> None:
+        parameters(type(self).__name__, activation, negative_slope, min_val, max_val)
+        convolution: Any = super().__init__
+        convolution(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            padding_mode,
+            device,
+            dtype,
+        )
+        self.pool_kernel_size = pool_kernel_size
+        self.pool_stride = pool_kernel_size if pool_stride is None else pool_stride
+        self.pool_padding = pool_padding
+        self.pool_dilation = pool_dilation
+        self.ceil_mode = ceil_mode
+        self.activation = activation
+        self.negative_slope = negative_slope
+        self.min_val = min_val
+        self.max_val = max_val
+
+    def forward(self, input: Tensor) -> Tensor:
+        padding: Any = self.padding
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = 0
+        return type(self)._function(
+            input,
+            self.weight,
+            self.bias,
+            self.stride,
+            padding,
+            self.dilation,
+            self.groups,
+            pool_kernel_size=self.pool_kernel_size,
+            pool_stride=self.pool_stride,
+            pool_padding=self.pool_padding,
+            pool_dilation=self.pool_dilation,
+            ceil_mode=self.ceil_mode,
+            activation=self.activation,
+            negative_slope=self.negative_slope,
+            min_val=self.min_val,
+            max_val=self.max_val,
+        )
+
+    def extra_repr(self) -> str:
+        text = (
+            f"{super().extra_repr()}, pool_kernel_size={self.pool_kernel_size}, "
+            f"pool_stride={self.pool_stride}, pool_padding={self.pool_padding}, "
+            f"pool_dilation={self.pool_dilation}, ceil_mode={self.ceil_mode}, "
+            f"activation={self.activation}"
+        )
+        for name in ("negative_slope", "min_val", "max_val"):
+            if getattr(self, name) is not None:
+                text += f", {name}={getattr(self, name)}"
+        return text
