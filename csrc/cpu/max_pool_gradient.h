@@ -3,36 +3,64 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "max_pool_codes.h"
 
 namespace memopt::cpu {
 
-// Where a pooled element's gradient goes.
-struct Winner {
-  int64_t d, h, w;
-  int64_t branch;  // of the activation
-};
+// Calls use(place in the pool's input, gradient) for every live window of one plane of dy, the
+// gradient times the activation's derivative. Codes may come from outside and are not trusted: one
+// that points out of the input is dead.
+template <typename T>
+class WinnerWalk {
+ public:
+  explicit WinnerWalk(const PoolShape& shape) : shape_(shape) {
+    for (int64_t p = 0; p < shape.positions(); ++p) {
+      const int64_t row = p / shape.width.kernel;
+      steps_.push_back({row / shape.height.kernel * shape.depth.dilation,
+                        row % shape.height.kernel * shape.height.dilation,
+                        p % shape.width.kernel * shape.width.dilation});
+    }
+  }
 
-// Codes may come from outside and are not trusted: one that points out of the input is dead.
-inline std::optional<Winner> winner(const PoolShape& shape, int64_t output, int64_t code) {
-  if (code >= shape.states()) return std::nullopt;
-  const WindowAxis &deep = shape.depth, &vertical = shape.height, &horizontal = shape.width;
-  const int64_t position = code % shape.positions();
-  const int64_t ow = output % horizontal.output, rows = output / horizontal.output;
-  const auto place = [](const WindowAxis& axis, int64_t o, int64_t k) {
-    return o * axis.stride - axis.padding + k * axis.dilation;
+  template <typename Use>
+  void walk(const T* dy, const Strides5& ys, const uint8_t* codes, const Use& use) const {
+    const WindowAxis &deep = shape_.depth, &vertical = shape_.height, &horizontal = shape_.width;
+    const int bits = shape_.bits();
+    const int64_t positions = shape_.positions(), states = shape_.states();
+    const acc_t<T> slope = static_cast<acc_t<T>>(shape_.activation.derivative(1));
+    int64_t output = 0;
+    for (int64_t od = 0; od < deep.output; ++od) {
+      const int64_t front = od * deep.stride - deep.padding;
+      for (int64_t oh = 0; oh < vertical.output; ++oh) {
+        const int64_t top = oh * vertical.stride - vertical.padding;
+        const T* row = dy + od * ys.depth + oh * ys.row;
+        for (int64_t ow = 0; ow < horizontal.output; ++ow, ++output) {
+          const int64_t code = load_code(codes, output, bits);
+          if (code >= states) continue;
+          const bool second = code >= positions;  // branch of the activation
+          const Step& step = steps_[second ? code - positions : code];
+          const int64_t d = front + step.d, h = top + step.h;
+          const int64_t w = ow * horizontal.stride - horizontal.padding + step.w;
+          if (d < 0 || d >= deep.input || h < 0 || h >= vertical.input || w < 0 ||
+              w >= horizontal.input) {
+            continue;
+          }
+          const acc_t<T> grad = static_cast<acc_t<T>>(row[ow * ys.column]);
+          use((d * vertical.input + h) * horizontal.input + w, second ? grad * slope : grad);
+        }
+      }
+    }
+  }
+
+ private:
+  struct Step {
+    int64_t d, h, w;
   };
-  const Winner at{
-      place(deep, rows / vertical.output, position / (horizontal.kernel * vertical.kernel)),
-      place(vertical, rows % vertical.output, position / horizontal.kernel % vertical.kernel),
-      place(horizontal, ow, position % horizontal.kernel), code / shape.positions()};
-  const bool inside = at.d >= 0 && at.d < deep.input && at.h >= 0 && at.h < vertical.input &&
-                      at.w >= 0 && at.w < horizontal.input;
-  return inside ? std::optional(at) : std::nullopt;
-}
+  const PoolShape& shape_;
+  std::vector<Step> steps_;
+};
 
 // The gradient of the convolution's output for a chunk of images: dy times the activation's
 // derivative at each window's winner, zero elsewhere, summed in float32 (float64) where windows
@@ -47,7 +75,7 @@ void scatter_from_codes(const PoolShape& shape, const T* dy, const Strides5& ys,
   const int64_t block = channel_lanes ? kChannelBlock : 1;
   const int64_t blocks = (shape.channels + block - 1) / block;
   const int64_t size = deep.input * vertical.input * horizontal.input;
-  const int bits = shape.bits();
+  const WinnerWalk<T> winners(shape);
   const int64_t grain = std::max<int64_t>(1, 4096 / (size * block));
 
   torch::stable::parallel_for(0, shape.images * blocks, grain, [&](int64_t begin, int64_t end) {
@@ -57,18 +85,9 @@ void scatter_from_codes(const PoolShape& shape, const T* dy, const Strides5& ys,
       const int64_t lanes = channel_lanes ? std::min(block, shape.channels - first) : 1;
       std::fill(sums.begin(), sums.end(), Acc(0));
       for (int64_t c = 0; c < lanes; ++c) {
-        const uint8_t* bytes = codes + (image * shape.channels + first + c) * shape.code_bytes();
-        const T* dy_plane = dy + image * ys.image + (first + c) * ys.channel;
-        for (int64_t output = 0; output < shape.outputs(); ++output) {
-          const auto at = winner(shape, output, load_code(bytes, output, bits));
-          if (!at) continue;
-          const int64_t ow = output % horizontal.output, rows = output / horizontal.output;
-          const Acc grad =
-              static_cast<Acc>(dy_plane[rows / vertical.output * ys.depth +
-                                        rows % vertical.output * ys.row + ow * ys.column]);
-          sums[((at->d * vertical.input + at->h) * horizontal.input + at->w) * block + c] +=
-              at->branch ? grad * static_cast<Acc>(shape.activation.derivative(1)) : grad;
-        }
+        winners.walk(dy + image * ys.image + (first + c) * ys.channel, ys,
+                     codes + (image * shape.channels + first + c) * shape.code_bytes(),
+                     [&](int64_t place, Acc grad) { sums[place * block + c] += grad; });
       }
       T* dx_task = dx + image * xs.image + first * xs.channel;
       const Acc* from = sums.data();
@@ -90,23 +109,14 @@ template <typename T>
 void add_live(const PoolShape& shape, const T* dy, const Strides5& ys, const uint8_t* codes,
               acc_t<T>* sums) {
   using Acc = acc_t<T>;
-  const WindowAxis &vertical = shape.height, &horizontal = shape.width;
-  const int bits = shape.bits();
+  const WinnerWalk<T> winners(shape);
   torch::stable::parallel_for(0, shape.channels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       for (int64_t n = 0; n < shape.images; ++n) {
-        const uint8_t* bytes = codes + (n * shape.channels + c) * shape.code_bytes();
-        const T* dy_plane = dy + n * ys.image + c * ys.channel;
         Acc sum = 0;  // one partial sum an image: the error grows with its root only
-        for (int64_t output = 0; output < shape.outputs(); ++output) {
-          const auto at = winner(shape, output, load_code(bytes, output, bits));
-          if (!at) continue;
-          const int64_t ow = output % horizontal.output, rows = output / horizontal.output;
-          const Acc grad =
-              static_cast<Acc>(dy_plane[rows / vertical.output * ys.depth +
-                                        rows % vertical.output * ys.row + ow * ys.column]);
-          sum += at->branch ? grad * static_cast<Acc>(shape.activation.derivative(1)) : grad;
-        }
+        winners.walk(dy + n * ys.image + c * ys.channel, ys,
+                     codes + (n * shape.channels + c) * shape.code_bytes(),
+                     [&](int64_t, Acc grad) { sum += grad; });
         sums[c] += sum;
       }
     }
