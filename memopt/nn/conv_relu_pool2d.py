@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memopt.nn._fuse import fused_with_batch_norm
 from memopt.ops.conv_relu_pool2d import conv_relu_pool2d
 
 __all__ = ["ConvReLUPool2d"]
@@ -99,6 +100,23 @@ class ConvReLUPool2d(torch.nn.Conv2d):
             ceil_mode=self.ceil_mode,
             activation=self.activation,
         )
+
+    def fuse_batch_norm(self, bn: torch.nn.modules.batchnorm._BatchNorm) -> ConvReLUPool2d:
+        """A copy in eval mode that also does the work of a batch norm between conv and ReLU.
+
+        Args:
+            bn: in eval mode, with running statistics and as many features as out_channels.
+
+        Raises:
+            TypeError, ValueError: bn is something else.
+
+        Example:
+            >>> import torch, memopt
+            >>> layer, bn = memopt.nn.ConvReLUPool2d(1, 4, 3), torch.nn.BatchNorm2d(4).eval()
+            >>> layer.fuse_batch_norm(bn).training
+            False
+        """
+        return fused_with_batch_norm(self, bn)
 
     def extra_repr(self) -> str:
         return (
