@@ -90,13 +90,14 @@ class WindowMaximum {
   }
 
   // Values to the output. A window without values stays at -inf.
-  void finish(const acc_t<T>* best, unsigned_t<acc_t<T>>* codes, int64_t lanes, T* y,
+  template <typename Out>
+  void finish(const acc_t<T>* best, unsigned_t<acc_t<T>>* codes, int64_t lanes, Out* y,
               int64_t step) const {
     using One = Vector<acc_t<T>, 1>;
     for (int64_t i = 0; i < lanes; ++i) {
       const One most = {best[i]};
       const bool empty = codes[i] == dead_;
-      y[i * step] = static_cast<T>(empty ? best[i] : act_.after(most)[0]);
+      y[i * step] = static_cast<Out>(empty ? best[i] : act_.after(most)[0]);
       codes[i] = act_.dead(most)[0] ? dead_ : codes[i];
     }
   }

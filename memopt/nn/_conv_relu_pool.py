@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memopt.nn._fuse import fused_with_batch_norm
 from memopt.ops._activations import parameters
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class ConvReLUPool(torch.nn.modules.conv._ConvNd):
@@ -93,6 +97,23 @@ class ConvReLUPool(torch.nn.modules.conv._ConvNd):
             min_val=self.min_val,
             max_val=self.max_val,
         )
+
+    def fuse_batch_norm(self, bn: torch.nn.modules.batchnorm._BatchNorm) -> Self:
+        """A copy in eval mode that also does a batch norm's work between conv and activation.
+
+        Args:
+            bn: in eval mode, with running statistics and as many features as out_channels.
+
+        Raises:
+            TypeError, ValueError: bn is something else.
+
+        Example:
+            >>> import torch, memopt
+            >>> layer, bn = memopt.nn.ConvReLUPool2d(1, 4, 3), torch.nn.BatchNorm2d(4).eval()
+            >>> layer.fuse_batch_norm(bn).training
+            False
+        """
+        return fused_with_batch_norm(self, bn)
 
     def extra_repr(self) -> str:
         text = (

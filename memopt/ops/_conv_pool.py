@@ -219,31 +219,27 @@ def call(
 ) -> Tensor:
     """The public functions: stock arguments to the raw op, batched or not."""
     name = f"conv_relu_pool{dims}d"
-    for argument, value in (("input", input), ("weight", weight)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: {argument} is a {type(value).__name__}, needs to be a Tensor")
+    check_tensors(name, input, weight)
     if input.dim() not in (dims + 1, dims + 2):
         sizes = ", ".join("DHW"[3 - dims :])
         raise RuntimeError(
             f"{name}: input has shape {tuple(input.shape)}, needs (N, C, {sizes}) or (C, {sizes})"
         )
-    steps, spread = _numbers(stride, "stride", dims), _numbers(dilation, "dilation", dims)
-    if isinstance(padding, str):
-        input, pads = _pad_by_name(name, input, weight, padding, steps, spread)
-    else:
-        pads = _numbers(padding, "padding", dims)
-    kernel = _numbers(pool_kernel_size, "pool_kernel_size", dims)
-    windows = Windows(
-        steps,
-        pads,
-        spread,
+    input, windows = windows_of(
+        name,
+        dims,
+        input,
+        weight,
+        stride,
+        padding,
+        dilation,
         groups,
-        kernel,
-        kernel if pool_stride is None else _numbers(pool_stride, "pool_stride", dims),
-        _numbers(pool_padding, "pool_padding", dims),
-        _numbers(pool_dilation, "pool_dilation", dims),
+        pool_kernel_size,
+        pool_stride,
+        pool_padding,
+        pool_dilation,
         ceil_mode,
-        *activation,
+        activation,
     )
     if under_transform(input, weight, bias):
         return windows.pool(windows.activate(windows.convolve(input, weight, bias)))[0]
@@ -255,14 +251,55 @@ def call(
     return output if input.dim() == dims + 2 else output.squeeze(0)
 
 
-def _numbers(value: int | Sequence[int], name: str, dims: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * dims
-    if len(value) not in (1, dims):
-        raise RuntimeError(
-            f"conv_relu_pool{dims}d: {name} is {tuple(value)}, needs 1 or {dims} integers"
-        )
-    return tuple(value) * dims if len(value) == 1 else tuple(value)
+def check_tensors(op: str, input: object, weight: object) -> None:
+    for name, value in (("input", input), ("weight", weight)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {name} is a {type(value).__name__}, needs to be a Tensor")
+
+
+def windows_of(
+    op: str,
+    dims: int,
+    input: Tensor,
+    weight: Tensor,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | str,
+    dilation: int | Sequence[int],
+    groups: int,
+    pool_kernel_size: int | Sequence[int],
+    pool_stride: int | Sequence[int] | None,
+    pool_padding: int | Sequence[int],
+    pool_dilation: int | Sequence[int],
+    ceil_mode: bool,
+    activation: tuple[str, float, float],
+) -> tuple[Tensor, Windows]:
+    """`Windows` from stock arguments, and the input: padded, where "same" padding is uneven."""
+
+    def numbers(value: int | Sequence[int], name: str) -> tuple[int, ...]:
+        if isinstance(value, int):
+            return (value,) * dims
+        if len(value) not in (1, dims):
+            raise RuntimeError(f"{op}: {name} is {tuple(value)}, needs 1 or {dims} integers")
+        return tuple(value) * dims if len(value) == 1 else tuple(value)
+
+    steps, spread = numbers(stride, "stride"), numbers(dilation, "dilation")
+    if isinstance(padding, str):
+        input, pads = _pad_by_name(op, input, weight, padding, steps, spread)
+    else:
+        pads = numbers(padding, "padding")
+    kernel = numbers(pool_kernel_size, "pool_kernel_size")
+    return input, Windows(
+        steps,
+        pads,
+        spread,
+        groups,
+        kernel,
+        kernel if pool_stride is None else numbers(pool_stride, "pool_stride"),
+        numbers(pool_padding, "pool_padding"),
+        numbers(pool_dilation, "pool_dilation"),
+        ceil_mode,
+        *activation,
+    )
 
 
 def _pad_by_name(

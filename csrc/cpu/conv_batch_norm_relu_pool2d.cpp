@@ -1,0 +1,257 @@
+// conv_batch_norm_relu_pool2d: y = max_pool(relu(batch_norm(conv(x, w) + b))) in training.
+//
+// The convolution's output is the one full-size tensor, in channels_last, which the stock
+// convolution is fastest in. It is read once for its statistics and once more to be normalised, cut
+// and pooled. Backward sums from the codes, then rebuilds the gradient of the convolution's output,
+// which batch norm makes dense, chunk by chunk of images for the stock convolution's backward.
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+
+#include "batch_norm_pool.h"
+#include "batch_norm_statistics.h"
+#include "conv_pool_chunks.h"
+
+namespace memopt::cpu {
+namespace {
+
+const char* const kForward = "conv_batch_norm_relu_pool2d";
+const char* const kBackward = "conv_batch_norm_relu_pool2d_backward";
+
+ScalarType acc_dtype_of(ScalarType dtype) {
+  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// A channel parameter's dtype is the input's, or float32 where that is shorter.
+void check_channels(const char* op, const char* name, const std::optional<Tensor>& t,
+                    int64_t channels, ScalarType dtype, ScalarType or_dtype) {
+  if (!t.has_value()) return;
+  MEMOPT_CHECK(t->is_cpu(), op, ": ", name, " must be on the CPU, as input is");
+  MEMOPT_CHECK(t->dim() == 1 && t->size(0) == channels, op, ": ", name, " has ", t->numel(),
+               " elements in ", t->dim(), " dimensions, needs shape (", channels, ",)");
+  MEMOPT_CHECK(t->scalar_type() == dtype || t->scalar_type() == or_dtype, op, ": ", name,
+               " has dtype ", toString(t->scalar_type()), ", needs ", toString(dtype), " or ",
+               toString(or_dtype));
+}
+
+void check_planes(const char* name, const Tensor& t, ScalarType dtype, const PoolShape& shape,
+                  int64_t height, int64_t width) {
+  MEMOPT_CHECK(t.is_cpu(), kBackward, ": ", name, " must be on the CPU, as grad is");
+  MEMOPT_CHECK(t.scalar_type() == dtype, kBackward, ": ", name, " has dtype ",
+               toString(t.scalar_type()), ", needs input's ", toString(dtype));
+  MEMOPT_CHECK(t.dim() == 4 && t.size(0) == shape.images && t.size(1) == shape.channels &&
+                   t.size(2) == height && t.size(3) == width,
+               kBackward, ": ", name, " has the wrong shape, needs (", shape.images, ", ",
+               shape.channels, ", ", height, ", ", width, ")");
+}
+
+// The elements of a 1-D tensor, or `missing` for each channel.
+std::vector<double> channel_values(const std::optional<Tensor>& t, int64_t channels,
+                                   double missing) {
+  std::vector<double> values(channels, missing);
+  if (!t.has_value()) return values;
+  dispatch_floating(t->scalar_type(), kForward, "a channel parameter", [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = t->const_data_ptr<T>();
+    for (int64_t c = 0; c < channels; ++c) values[c] = static_cast<double>(from[c * t->stride(0)]);
+  });
+  return values;
+}
+
+Tensor empty_channels_last(int64_t n, int64_t c, int64_t h, int64_t w, ScalarType dtype) {
+  return torch::stable::empty({n, c, h, w}, dtype, std::nullopt, std::nullopt, std::nullopt,
+                              MemoryFormat::ChannelsLast);
+}
+
+// Whether a 4-D tensor's elements lie in the order (N, H, W, C) without gaps.
+bool is_dense_channels_last(const Tensor& t) {
+  int64_t step = 1;
+  for (const int64_t d : {1, 3, 2, 0}) {
+    if (t.size(d) != 1 && t.stride(d) != step) return false;
+    step *= t.size(d);
+  }
+  return true;
+}
+
+Tensor to_channels_last(const Tensor& t) {
+  if (is_dense_channels_last(t)) return t;
+  Tensor copy = empty_channels_last(t.size(0), t.size(1), t.size(2), t.size(3), t.scalar_type());
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+// The stock convolution works in channels_last when the weight's strides say so.
+Tensor channels_last_weight(const Tensor& weight) {
+  if (suggests_channels_last(weight)) return weight;
+  Tensor copy = empty_channels_last(weight.size(0), weight.size(1), weight.size(2), weight.size(3),
+                                    weight.scalar_type());
+  torch::stable::copy_(copy, weight);
+  return copy;
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Forward conv_batch_norm_relu_pool2d(const Tensor& input, const Tensor& weight,
+                                    const std::optional<Tensor>& bias,
+                                    const std::optional<Tensor>& bn_weight,
+                                    const std::optional<Tensor>& bn_bias, Ints stride, Ints padding,
+                                    Ints dilation, int64_t groups, Ints pool_kernel_size,
+                                    Ints pool_stride, Ints pool_padding, Ints pool_dilation,
+                                    bool ceil_mode, double eps, bool save_codes) {
+  const ConvPoolProblem problem =
+      make_problem(kForward, 2, input, weight, bias,
+                   {stride, padding, dilation, groups, pool_kernel_size, pool_stride, pool_padding,
+                    pool_dilation, ceil_mode, "relu", 0, 0});
+  const PoolShape& pool = problem.pool;
+  const ScalarType dtype = input.scalar_type(), acc = acc_dtype_of(dtype);
+  check_channels(kForward, "bn_weight", bn_weight, pool.channels, dtype, acc);
+  check_channels(kForward, "bn_bias", bn_bias, pool.channels,
+                 bn_weight ? bn_weight->scalar_type() : dtype,
+                 bn_weight ? bn_weight->scalar_type() : acc);
+  MEMOPT_CHECK(eps > 0, kForward, ": eps is ", eps, ", needs to be positive");
+
+  const int64_t image_codes = save_codes ? pool.code_bytes() : 0;
+  Tensor output =
+      empty_like_images(problem, pool_sizes(pool, pool.images, 2, &WindowAxis::output), dtype);
+  Tensor codes = torch::stable::empty({pool.images, pool.channels, image_codes}, ScalarType::Byte);
+  Tensor mean = torch::stable::empty({pool.channels}, acc);
+  Tensor invstd = torch::stable::empty({pool.channels}, acc);
+  Tensor variance = torch::stable::empty({pool.channels}, acc);
+  const Tensor convolved =
+      pool.images == 0
+          ? empty_channels_last(0, pool.channels, pool.height.input, pool.width.input, dtype)
+          : to_channels_last(
+                convolution(input, channels_last_weight(weight), bias, problem.convolution));
+  const auto gamma = channel_values(bn_weight, pool.channels, 1);
+  const auto beta = channel_values(bn_bias, pool.channels, 0);
+  dispatch_floating(dtype, kForward, "input", [&](auto zero) {
+    using T = decltype(zero);
+    using Acc = acc_t<T>;
+    const T* x = convolved.const_data_ptr<T>();
+    const ChannelStatistics statistics =
+        channel_statistics(x, pool.images, pool.height.input * pool.width.input, pool.channels);
+    std::vector<Acc> scale(pool.channels), shift(pool.channels);
+    Acc* means = mean.mutable_data_ptr<Acc>();
+    Acc* invstds = invstd.mutable_data_ptr<Acc>();
+    Acc* variances = variance.mutable_data_ptr<Acc>();
+    for (int64_t c = 0; c < pool.channels; ++c) {
+      means[c] = static_cast<Acc>(statistics.mean(c));
+      invstds[c] = static_cast<Acc>(1 / std::sqrt(statistics.variance(c) + eps));
+      variances[c] = static_cast<Acc>(statistics.unbiased_variance(c));
+      scale[c] = static_cast<Acc>(static_cast<double>(invstds[c]) * gamma[c]);
+      shift[c] = static_cast<Acc>(beta[c] - statistics.mean(c) * static_cast<double>(scale[c]));
+    }
+    batch_norm_relu_pool<T>(pool, x, scale.data(), shift.data(), output.mutable_data_ptr<T>(),
+                            strides5(output),
+                            save_codes ? codes.mutable_data_ptr<uint8_t>() : nullptr);
+  });
+  return {output, codes,  save_codes ? convolved : torch::stable::empty({0}, dtype),
+          mean,   invstd, variance};
+}
+
+// Gradients that are not asked for come back as empty tensors of shape (0,).
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Backward conv_batch_norm_relu_pool2d_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight,
+    const std::optional<Tensor>& bn_weight, const Tensor& convolved, const Tensor& codes,
+    const Tensor& mean, const Tensor& invstd, Ints stride, Ints padding, Ints dilation,
+    int64_t groups, Ints pool_kernel_size, Ints pool_stride, Ints pool_padding, Ints pool_dilation,
+    bool ceil_mode, bool input_grad, bool weight_grad, bool bias_grad, bool bn_weight_grad,
+    bool bn_bias_grad) {
+  const ConvPoolProblem problem =
+      make_problem(kBackward, 2, input, weight, std::nullopt,
+                   {stride, padding, dilation, groups, pool_kernel_size, pool_stride, pool_padding,
+                    pool_dilation, ceil_mode, "relu", 0, 0});
+  const PoolShape& pool = problem.pool;
+  const ScalarType dtype = input.scalar_type(), acc = acc_dtype_of(dtype);
+  MEMOPT_CHECK(input.is_cpu(), kBackward, ": input must be on the CPU, as grad is");
+  check_channels(kBackward, "bn_weight", bn_weight, pool.channels, dtype, acc);
+  check_channels(kBackward, "mean", mean, pool.channels, acc, acc);
+  check_channels(kBackward, "invstd", invstd, pool.channels, acc, acc);
+  check_planes("grad", grad, dtype, pool, pool.height.output, pool.width.output);
+  check_planes("convolved", convolved, dtype, pool, pool.height.input, pool.width.input);
+  MEMOPT_CHECK(codes.is_cpu() && codes.scalar_type() == ScalarType::Byte && codes.dim() == 3 &&
+                   codes.size(0) == pool.images && codes.size(1) == pool.channels &&
+                   codes.size(2) == pool.code_bytes(),
+               kBackward, ": codes has the wrong shape, dtype or device, needs uint8 of shape (",
+               pool.images, ", ", pool.channels, ", ", pool.code_bytes(),
+               ") on the CPU; the forward pass makes them with save_codes=True");
+
+  const auto absent = [](ScalarType type) { return torch::stable::empty({0}, type); };
+  const auto per_channel = [&](bool wanted, ScalarType type) {
+    return wanted ? torch::stable::empty({pool.channels}, type) : absent(type);
+  };
+  Tensor dx = input_grad ? empty_like_images(
+                               problem, Ints(input.sizes().begin(), input.sizes().end()), dtype)
+                         : absent(dtype);
+  Tensor dw = weight_grad ? torch::stable::empty_like(weight) : absent(dtype);
+  Tensor db = per_channel(bias_grad, dtype);
+  Tensor dgamma = per_channel(bn_weight_grad, acc), dbeta = per_channel(bn_bias_grad, acc);
+  Tensor images = input, dense = to_channels_last(convolved);
+  const Tensor packed = torch::stable::contiguous(codes);
+  const Tensor filters = channels_last_weight(weight);
+  const auto gamma = channel_values(bn_weight, pool.channels, 1);
+  const auto means = channel_values(mean, pool.channels, 0);
+  const auto invstds = channel_values(invstd, pool.channels, 0);
+
+  dispatch_floating(dtype, kBackward, "input", [&](auto zero) {
+    using T = decltype(zero);
+    using Acc = acc_t<T>;
+    const T *dy = grad.const_data_ptr<T>(), *x = dense.const_data_ptr<T>();
+    const uint8_t* bytes = packed.const_data_ptr<uint8_t>();
+    GradientTerms<Acc> terms(static_cast<size_t>(pool.channels));
+    for (int64_t c = 0; c < pool.channels; ++c) terms.mean[c] = static_cast<Acc>(means[c]);
+    const GradientSums sums = sum_live(pool, dy, strides5(grad), bytes, x, terms.mean.data());
+    const double count = static_cast<double>(pool.images) * pool.height.input * pool.width.input;
+    for (int64_t c = 0; c < pool.channels && count > 0; ++c) {
+      terms.offset[c] = static_cast<Acc>(sums.grads[c] / count);
+      terms.slope[c] = static_cast<Acc>(sums.products[c] * invstds[c] * invstds[c] / count);
+      terms.scale[c] = static_cast<Acc>(gamma[c] * invstds[c]);
+    }
+    for (int64_t c = 0; c < pool.channels; ++c) {
+      // Batch norm takes the mean away, and the bias with it; what is not finite stays.
+      const Acc nothing = (terms.offset[c] + terms.slope[c] * terms.mean[c]) * terms.scale[c] * 0;
+      if (bias_grad) db.mutable_data_ptr<T>()[c] = static_cast<T>(nothing);
+      if (bn_bias_grad) dbeta.mutable_data_ptr<Acc>()[c] = static_cast<Acc>(sums.grads[c]);
+      if (bn_weight_grad) {
+        dgamma.mutable_data_ptr<Acc>()[c] = static_cast<Acc>(sums.products[c] * invstds[c]);
+      }
+    }
+    if (!input_grad && !weight_grad) return;
+
+    Tensor dw_sum = torch::stable::empty(weight.sizes(), acc);
+    Acc* dw_total = dw_sum.template mutable_data_ptr<Acc>();
+    std::fill_n(dw_total, dw_sum.numel(), Acc(0));
+    Tensor buffer = empty_channels_last(std::min(problem.images_per_chunk, pool.images),
+                                        pool.channels, pool.height.input, pool.width.input, dtype);
+    const int64_t image_size = pool.channels * pool.height.input * pool.width.input;
+    for_each_chunk(problem, [&](int64_t first, int64_t count) {
+      PoolShape chunk = pool;
+      chunk.images = count;
+      batch_norm_gradient<T>(chunk, dy + first * grad.stride(0), strides5(grad),
+                             bytes + first * pool.channels * pool.code_bytes(),
+                             x + first * image_size, terms, buffer.mutable_data_ptr<T>());
+      const auto [dx_part, dw_part] =
+          convolution_backward(torch::stable::narrow(buffer, 0, 0, count),
+                               torch::stable::narrow(images, 0, first, count), filters,
+                               problem.convolution, input_grad, weight_grad);
+      if (weight_grad) accumulate<T>(dw_part, dw_total);
+      if (input_grad) {
+        Tensor target = torch::stable::narrow(dx, 0, first, count);
+        torch::stable::copy_(target, dx_part);
+      }
+    });
+    if (weight_grad) torch::stable::copy_(dw, dw_sum);
+  });
+  return {dx, dw, db, dgamma, dbeta};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(memopt, CPU, m) {
+  m.impl("conv_batch_norm_relu_pool2d", TORCH_BOX(&conv_batch_norm_relu_pool2d));
+  m.impl("conv_batch_norm_relu_pool2d_backward", TORCH_BOX(&conv_batch_norm_relu_pool2d_backward));
+}
+
+}  // namespace memopt::cpu
