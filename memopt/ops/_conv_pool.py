@@ -228,6 +228,9 @@ def call(
             f"{name}: input has shape {tuple(input.shape)}, needs (N, C, {sizes}) or (C, {sizes})"
         )
     steps, spread = _numbers(stride, "stride", dims), _numbers(dilation, "dilation", dims)
+    if weight.dim() == dims + 2 and min(spread) > 0:
+        # A kernel of 1 has none; oneDNN's float16 convolution crashes when it is given one.
+        spread = tuple(1 if k == 1 else d for k, d in zip(weight.shape[2:], spread, strict=True))
     if isinstance(padding, str):
         input, pads = _pad_by_name(name, input, weight, padding, steps, spread)
     else:
@@ -252,7 +255,8 @@ def call(
     )
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     output, _ = op(batch, weight, bias, *windows, save_codes)
-    return output if input.dim() == dims + 2 else output.squeeze(0)
+    # One image is contiguous, as the stock pool makes it.
+    return output if input.dim() == dims + 2 else output.squeeze(0).contiguous()
 
 
 def _numbers(value: int | Sequence[int], name: str, dims: int) -> tuple[int, ...]:
