@@ -142,6 +142,10 @@ inline ConvPoolProblem make_problem(const char* op, int dims, const Tensor& inpu
 
   ConvPoolProblem problem;
   problem.convolution = {a.stride, a.padding, a.dilation, a.groups};
+  for (int d = 0; d < dims; ++d) {
+    // A kernel of 1 has none; oneDNN's float16 convolution crashes when it is given one.
+    if (weight.size(2 + d) == 1) problem.convolution.dilation[d] = 1;
+  }
   problem.pool.images = input.size(0);
   problem.pool.channels = weight.size(0);
   problem.pool.activation = make_activation(op, a.activation, a.alpha, a.beta);
@@ -150,7 +154,7 @@ inline ConvPoolProblem make_problem(const char* op, int dims, const Tensor& inpu
   for (int d = 0; d < dims; ++d) {
     MEMOPT_CHECK(weight.size(2 + d) > 0, op, ": weight has an empty kernel");
     WindowAxis axis{input.size(2 + d), weight.size(2 + d), a.stride[d], a.padding[d],
-                    a.dilation[d]};
+                    problem.convolution.dilation[d]};
     axis.set_output(false);
     MEMOPT_CHECK(axis.input > 0 && axis.output > 0, op, ": the kernel reaches over ", axis.reach(),
                  " of a padded input of ", axis.input + 2 * axis.padding,

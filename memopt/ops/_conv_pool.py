@@ -248,7 +248,8 @@ def call(
     )
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     output, _ = op(batch, weight, bias, *windows, save_codes)
-    return output if input.dim() == dims + 2 else output.squeeze(0)
+    # One image is contiguous, as the stock pool makes it.
+    return output if input.dim() == dims + 2 else output.squeeze(0).contiguous()
 
 
 def check_tensors(op: str, input: object, weight: object) -> None:
@@ -283,6 +284,9 @@ def windows_of(
         return tuple(value) * dims if len(value) == 1 else tuple(value)
 
     steps, spread = numbers(stride, "stride"), numbers(dilation, "dilation")
+    if weight.dim() == dims + 2 and min(spread) > 0:
+        # A kernel of 1 has none; oneDNN's float16 convolution crashes when it is given one.
+        spread = tuple(1 if k == 1 else d for k, d in zip(weight.shape[2:], spread, strict=True))
     if isinstance(padding, str):
         input, pads = _pad_by_name(op, input, weight, padding, steps, spread)
     else:
