@@ -1,7 +1,7 @@
 // conv_relu_pool2d: y = max_pool(act(conv(x, w) + b)) and one code per pooled element.
 //
-// By the direct kernels (direct_*.h) where they suit the shape, by the stock convolution in chunks
-// (conv_pool_chunks.h) elsewhere.
+// By the direct kernels (direct_*.h). Gradients whose offsets do not fit 32 bits are computed by
+// the stock convolution in chunks (conv_pool_chunks.h).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -42,33 +42,29 @@ std::tuple<Tensor, Tensor> conv_relu_pool2d(const Tensor& input, const Tensor& w
   dispatch_floating(input.scalar_type(), "conv_relu_pool2d", "input", [&](auto zero) {
     using T = decltype(zero);
     dispatch_activation<T>(problem.pool.activation, [&](const auto& act) {
-      const bool done = direct_forward<T>(
-          direct_shape(problem, input), act, input.const_data_ptr<T>(), weight.const_data_ptr<T>(),
-          strides4(weight), bias ? bias->const_data_ptr<T>() : nullptr, bias ? bias->stride(0) : 0,
-          {output.mutable_data_ptr<T>(), strides4(output), bytes});
-      if (!done) forward_chunks<T>(problem, act, input, weight, bias, output, bytes);
+      direct_forward<T>(direct_shape(problem, input), act, input.const_data_ptr<T>(),
+                        weight.const_data_ptr<T>(), strides4(weight),
+                        bias ? bias->const_data_ptr<T>() : nullptr, bias ? bias->stride(0) : 0,
+                        {output.mutable_data_ptr<T>(), strides4(output), bytes});
     });
   });
   return results;
 }
 
-// Whether all gradients could be computed directly.
 template <typename T>
-bool direct_backward(const ConvPoolProblem& problem, const Tensor& grad, const Tensor& input,
+void direct_backward(const DirectShape& shape, const Tensor& grad, const Tensor& input,
                      const Tensor& weight, const uint8_t* codes, ConvPoolGradients& grads) {
-  const DirectShape shape = direct_shape(problem, input);
-  if (!suits_direct_backward<acc_t<T>>(shape)) return false;
   const BackwardInputs<T> in{
       grad.const_data_ptr<T>(),   strides4(grad),  codes, input.const_data_ptr<T>(),
       weight.const_data_ptr<T>(), strides4(weight)};
   if (grads.has_dw || grads.has_db) {
     T* dw = grads.has_dw ? grads.dw.template mutable_data_ptr<T>() : nullptr;
     T* db = grads.has_db ? grads.db.template mutable_data_ptr<T>() : nullptr;
-    const Strides4 dws = grads.has_dw ? strides4(grads.dw) : Strides4{};
-    if (!direct_weight_grad<T>(shape, in, dw, dws, db)) return false;
+    direct_weight_grad<T>(shape, in, dw, grads.has_dw ? strides4(grads.dw) : Strides4{}, db);
   }
-  return !grads.has_dx || direct_input_grad<T>(shape, in, grads.dx.template mutable_data_ptr<T>(),
-                                               strides4(grads.dx));
+  if (grads.has_dx) {
+    direct_input_grad<T>(shape, in, grads.dx.template mutable_data_ptr<T>(), strides4(grads.dx));
+  }
 }
 
 std::tuple<Tensor, Tensor, Tensor> conv_relu_pool2d_backward(
@@ -87,7 +83,10 @@ std::tuple<Tensor, Tensor, Tensor> conv_relu_pool2d_backward(
   const uint8_t* bytes = packed.const_data_ptr<uint8_t>();
   dispatch_floating(input.scalar_type(), op, "input", [&](auto zero) {
     using T = decltype(zero);
-    if (!direct_backward<T>(problem, grad, input, weight, bytes, grads)) {
+    const DirectShape shape = direct_shape(problem, input);
+    if (suits_direct_backward<acc_t<T>>(shape)) {
+      direct_backward<T>(shape, grad, input, weight, bytes, grads);
+    } else {
       backward_chunks<T>(problem, grad, input, weight, bytes, grads);
     }
   });

@@ -11,9 +11,8 @@ namespace memopt::cpu {
 
 // Codes, one a byte, and gradients of kLanes filters of an image, filters innermost: each (outputs,
 // pitch). Filters beyond the last are dead.
-// Returns false where a gradient is not finite.
 template <typename T>
-bool unpack_across(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
+void unpack_across(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
                    int64_t first_filter, int64_t count, int64_t pitch, uint8_t* codes,
                    acc_t<T>* dy) {
   using Acc = acc_t<T>;
@@ -35,19 +34,15 @@ bool unpack_across(const DirectShape& shape, const BackwardInputs<T>& in, int64_
   const bool flat = in.dys.row == shape.width.output * in.dys.column;
   const int64_t width = flat ? outputs : shape.width.output;
   const T* from = in.dy + image * in.dys.image + first_filter * in.dys.channel;
-  Register<Acc> block[kLane], poison = {};
+  Register<Acc> block[kLane];
   for (int64_t h = 0; h < outputs / width; ++h) {
     for (int64_t w = 0; w < width; w += kLane) {
       const int64_t there = std::min(kLane, width - w);
       gather_transposed(from + h * in.dys.row + w * in.dys.column, in.dys.channel, count,
                         in.dys.column, there, block);
-      for (int64_t e = 0; e < there; ++e) {
-        store(dy + (h * width + w + e) * pitch, block[e]);
-        poison = poison + block[e] * Register<Acc>{};
-      }
+      for (int64_t e = 0; e < there; ++e) store(dy + (h * width + w + e) * pitch, block[e]);
     }
   }
-  return all_finite(reinterpret_cast<const Acc*>(&poison), kLane);
 }
 
 // For each code of one window, the filters that have it.

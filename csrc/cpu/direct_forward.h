@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "direct_pool.h"
@@ -169,7 +168,9 @@ void run_forward(const DirectShape& shape, const Act& act, const ForwardPlan& pl
   torch::stable::parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
     Scratch<Acc> input(band.size()), rows(ring * shape.columns() * pitch);
     Scratch<Acc> values(plan.band_rows * width.output * pitch);
-    Scratch<uint8_t> codes(plan.band_rows * width.output * pitch);
+    Scratch<uint8_t> codes(bits <= 8 ? plan.band_rows * width.output * pitch : 0);
+    Scratch<uint32_t> wide(bits > 8 ? plan.band_rows * width.output * pitch : 0);
+    const CodeRows code_rows{bits <= 8 ? codes.data() : nullptr, bits > 8 ? wide.data() : nullptr};
     std::vector<const Acc*> window(height.kernel);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first_oh = task % plan.bands * plan.band_rows;
@@ -203,7 +204,7 @@ void run_forward(const DirectShape& shape, const Act& act, const ForwardPlan& pl
           }
           const int64_t place = (oh - first_oh) * width.output * pitch;
           pool_row<T>(shape, act, window, plan.units, dead_code(bits), values.data() + place,
-                      codes.data() + place);
+                      code_rows.from(place));
         }
 
         const int64_t outputs = (last_oh - first_oh) * width.output;
@@ -219,9 +220,13 @@ void run_forward(const DirectShape& shape, const Act& act, const ForwardPlan& pl
                    first_output * out.ys.column,
                kImages ? out.ys.image : out.ys.channel, out.ys.column, lanes});
           if (out.codes == nullptr) continue;
-          store_packed<kLane>(codes.data() + j * kLane, pitch, outputs, bits,
-                              {out.codes + plane * code_plane + first_output * bits / 8,
-                               (kImages ? all_filters : 1) * code_plane, 1, lanes});
+          const Planes<uint8_t> planes{out.codes + plane * code_plane + first_output * bits / 8,
+                                       (kImages ? all_filters : 1) * code_plane, 1, lanes};
+          if (bits <= 8) {
+            store_packed<kLane>(codes.data() + j * kLane, pitch, outputs, bits, planes);
+          } else {
+            store_words(wide.data() + j * kLane, pitch, outputs, bits, planes);
+          }
         }
       }
     }
@@ -238,40 +243,32 @@ double efficiency(const DirectShape& shape, const ForwardPlan& plan) {
   return filters * static_cast<double>(shape.images) / static_cast<double>(lanes);
 }
 
-// How to run this shape directly, or nothing where the stock convolution in chunks is the better
-// way.
+// Images in the lanes where that wastes less and a band of them is not too large; filters
+// otherwise.
 template <typename Acc>
-std::optional<ForwardPlan> choose_forward(const DirectShape& shape) {
-  if (shape.images == 0 || code_bits(shape.states()) > 8) return std::nullopt;
+ForwardPlan choose_forward(const DirectShape& shape) {
   const ForwardPlan filters = plan_forward<Acc>(shape, LanesAre::kFilters);
   const ForwardPlan images = plan_forward<Acc>(shape, LanesAre::kImages);
   const BandLayout band(shape, conv_rows(shape, images.band_rows), kLanes<Acc>);
   const bool fits = band.size() * static_cast<int64_t>(sizeof(Acc)) <= 2 * kBandBytes;
-  const bool take_images =
-      fits && efficiency<Acc>(shape, images) > 1.05 * efficiency<Acc>(shape, filters);
-  const ForwardPlan plan = take_images ? images : filters;
-  if (efficiency<Acc>(shape, plan) < 0.25) return std::nullopt;
-  return plan;
+  const bool better = efficiency<Acc>(shape, images) > 1.05 * efficiency<Acc>(shape, filters);
+  return fits && better ? images : filters;
 }
 
-// Runs the whole forward pass, or returns false where the shape is for the stock convolution.
+// The whole forward pass.
 template <typename T, typename Act>
-bool direct_forward(const DirectShape& shape, const Act& act, const T* x, const T* weight,
+void direct_forward(const DirectShape& shape, const Act& act, const T* x, const T* weight,
                     const Strides4& ws, const T* bias, int64_t bias_step,
                     const ForwardOutputs<T>& out) {
   using Acc = acc_t<T>;
-  const std::optional<ForwardPlan> plan = choose_forward<Acc>(shape);
-  if (!plan) return false;
-  const int64_t filters = shape.groups * plan->blocks * filters_in<Acc>(*plan);
+  if (shape.images == 0) return;
+  const ForwardPlan plan = choose_forward<Acc>(shape);
+  const int64_t filters = shape.groups * plan.blocks * filters_in<Acc>(plan);
   Scratch<Acc> weights(filters * shape.channels * shape.taps()), starts(filters);
-  pack_weight(shape, *plan, weight, ws, bias, bias_step, weights.data(), starts.data());
-  // The padding is zeros here, and 0 * inf would be NaN.
-  const bool padded = shape.conv_height.padding > 0 || shape.conv_width.padding > 0;
-  if (padded && !all_finite(weights.data(), filters * shape.channels * shape.taps())) return false;
-  const auto run = plan->lanes == LanesAre::kImages ? run_forward<T, Act, LanesAre::kImages>
-                                                    : run_forward<T, Act, LanesAre::kFilters>;
-  run(shape, act, *plan, x, weights.data(), starts.data(), out);
-  return true;
+  pack_weight(shape, plan, weight, ws, bias, bias_step, weights.data(), starts.data());
+  const auto run = plan.lanes == LanesAre::kImages ? run_forward<T, Act, LanesAre::kImages>
+                                                   : run_forward<T, Act, LanesAre::kFilters>;
+  run(shape, act, plan, x, weights.data(), starts.data(), out);
 }
 
 }  // namespace memopt::cpu

@@ -5,11 +5,11 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
 #include "direct_buckets.h"
+#include "direct_nonfinite.h"
 #include "direct_sums.h"
 
 namespace memopt::cpu {
@@ -82,10 +82,9 @@ class PatchAdder {
   CodeRegister<Acc> whole_ = ~CodeRegister<Acc>{}, tail_ = {};
 };
 
-// Adds the windows of all filters of a group for codes of any width, one by one. Returns false
-// where a gradient is not finite.
+// Adds the windows of all filters of a group for codes of any width, one by one.
 template <typename T>
-bool add_each(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
+void add_each(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
               int64_t first_filter, const PatchLayout<acc_t<T>>& patch,
               const std::vector<int32_t>& windows, PatchAdder<acc_t<T>>& adder) {
   using Acc = acc_t<T>;
@@ -95,7 +94,6 @@ bool add_each(const DirectShape& shape, const BackwardInputs<T>& in, int64_t ima
   Scratch<int32_t> places(outputs);
   for (int64_t k = 0; k < shape.filters; ++k) {
     const Acc* passed = unpack_planes(shape, in, image, first_filter + k, 1, nullptr, dy.data());
-    if (!all_finite(passed, outputs)) return false;
     const int64_t live =
         live_windows(shape, in.codes + (image * filters + first_filter + k) * plane, 0, passed,
                      windows.data(), adder.positions(), outputs, places.data(), grads.data());
@@ -104,12 +102,11 @@ bool add_each(const DirectShape& shape, const BackwardInputs<T>& in, int64_t ima
       adder.add(places.data()[i], &filter, grads.data() + i, 1);
     }
   }
-  return true;
 }
 
 // The same for codes of 4 bits: the filters of a block with the same winner are summed first.
 template <typename T>
-bool add_sorted(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
+void add_sorted(const DirectShape& shape, const BackwardInputs<T>& in, int64_t image,
                 int64_t first_filter, const PatchLayout<acc_t<T>>& patch,
                 const std::vector<int32_t>& windows, const std::vector<int32_t>& valid,
                 PatchAdder<acc_t<T>>& adder) {
@@ -128,10 +125,8 @@ bool add_sorted(const DirectShape& shape, const BackwardInputs<T>& in, int64_t i
   for (int64_t first = 0; first < shape.filters; first += pitch) {
     for (int64_t k = 0; k < pitch; k += kLane) {
       const int64_t count = std::clamp<int64_t>(shape.filters - first - k, 0, kLane);
-      if (!unpack_across(shape, in, image, first_filter + first + k, count, pitch, codes.data() + k,
-                         dy.data() + k)) {
-        return false;
-      }
+      unpack_across(shape, in, image, first_filter + first + k, count, pitch, codes.data() + k,
+                    dy.data() + k);
     }
     for (int64_t k = 0; k < pitch; ++k) {
       filters[k] = static_cast<int32_t>((first + k) * patch.patch());
@@ -146,7 +141,6 @@ bool add_sorted(const DirectShape& shape, const BackwardInputs<T>& in, int64_t i
       }
     }
   }
-  return true;
 }
 
 // The inside of a padded gradient (rows, columns, channels) to dx.
@@ -179,26 +173,25 @@ void store_patches(const DirectShape& shape, const PatchLayout<acc_t<T>>& patch,
 
 // dx (N, C, H, W), all of it written.
 template <typename T>
-bool direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T* dx,
+void direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T* dx,
                        const Strides4& dxs) {
   using Acc = acc_t<T>;
   const int64_t blocks = channel_blocks<Acc>(shape), outputs = shape.outputs();
   const PatchLayout<Acc> largest(shape, 0);
   Scratch<Acc> packed(shape.groups * shape.filters * blocks * largest.patch());
   std::vector<int64_t> starts = pack_filters(shape, in, packed);
-  if (!all_finite(packed.data(), starts.back())) return false;
+  const bool finite = all_finite(packed.data(), starts.back());
   starts.pop_back();
   const std::vector<int32_t> valid = valid_positions(shape);
   const int64_t rows = PatchLayout<Acc>::rows(shape, shape.height.output);
   // The pool's padding: windows may begin above and left of the convolution's output.
   const int64_t above = shape.height.padding * shape.conv_height.stride;
 
-  std::atomic<bool> finite = true;
   const int64_t tasks = shape.images * shape.groups * blocks;
   torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
     Scratch<Acc> plane(rows * largest.row);
     std::vector<int32_t> windows(outputs);
-    for (int64_t task = begin; task < end && finite; ++task) {
+    for (int64_t task = begin; task < end; ++task) {
       const int64_t block = task % blocks, group = task / blocks % shape.groups;
       const int64_t image = task / blocks / shape.groups;
       const PatchLayout<Acc> patch(shape, block);
@@ -210,15 +203,16 @@ bool direct_input_grad(const DirectShape& shape, const BackwardInputs<T>& in, T*
       PatchAdder<Acc> adder(shape, patch, packed.data() + starts[group * blocks + block],
                             plane.data());
       const int64_t first = group * shape.filters;
-      const bool done = valid.empty()
-                            ? add_each(shape, in, image, first, patch, windows, adder)
-                            : add_sorted(shape, in, image, first, patch, windows, valid, adder);
-      if (!done) finite = false;
+      if (valid.empty()) {
+        add_each(shape, in, image, first, patch, windows, adder);
+      } else {
+        add_sorted(shape, in, image, first, patch, windows, valid, adder);
+      }
       T* to = dx + image * dxs.image + (group * shape.channels + patch.first_channel) * dxs.channel;
       store_patches(shape, patch, rows, plane.data(), to, dxs);
     }
   });
-  return finite;
+  if (!finite) repair_input_grad(shape, in, dx, dxs);
 }
 
 }  // namespace memopt::cpu

@@ -4,9 +4,8 @@
 //
 //   dW[k] += dy * patch of x          dx patch += dy * W[k]
 //
-// The dense gradient of the convolution's output has zeros elsewhere, and 0 * x is 0 as long as all
-// values are finite. Where they are not, the sums below would miss NaNs that the stock gradients
-// have: the functions notice and return false, and the caller takes the dense way.
+// The dense gradient of the convolution's output is 0 elsewhere, and 0 * x is 0 where x is finite;
+// direct_nonfinite.h sees to the rest.
 //
 // A block of at most kLanes channels is kept channels innermost, so that a row of a patch is one
 // run of kernel width * channels neighbours: a few registers, the last perhaps partly beyond the
@@ -15,7 +14,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -99,8 +97,7 @@ bool suits_direct_backward(const DirectShape& shape) {
   const int64_t rows = PatchLayout<Acc>::rows(shape, shape.height.output);
   const int64_t filters = shape.filters * patch.patch();
   return shape.images > 0 && rows < (int64_t{1} << 31) / patch.row &&
-         filters < (int64_t{1} << 31) && shape.states() < (int64_t{1} << 20) &&
-         std::isfinite(shape.activation.derivative(1));
+         filters < (int64_t{1} << 31) && shape.states() < (int64_t{1} << 20);
 }
 
 // A part of a patch that one pass holds in registers.

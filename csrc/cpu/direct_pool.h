@@ -38,11 +38,22 @@ Register<acc_t<T>> round_to(Register<acc_t<T>> v) {
   }
 }
 
+// Codes before they are packed, lanes innermost: a byte each, or a word for codes of more than 8
+// bits.
+struct CodeRows {
+  uint8_t* bytes;
+  uint32_t* words;
+
+  CodeRows from(int64_t place) const {
+    return {bytes ? bytes + place : nullptr, words ? words + place : nullptr};
+  }
+};
+
 // One output pixel in `units` registers. kHeight and kWidth are those of a window that lies inside,
 // or 0 for any window.
 template <typename T, typename Act, int kHeight, int kWidth>
 void pool_pixel(const DirectShape& shape, const Act& act, const acc_t<T>* const* rows, int64_t left,
-                int64_t units, unsigned_t<acc_t<T>> dead, acc_t<T>* values, uint8_t* codes) {
+                int64_t units, unsigned_t<acc_t<T>> dead, acc_t<T>* values, CodeRows codes) {
   using Acc = acc_t<T>;
   using V = Register<Acc>;
   using Code = CodeRegister<Acc>;
@@ -89,14 +100,18 @@ void pool_pixel(const DirectShape& shape, const Act& act, const acc_t<T>* const*
     const V value = empty ? best : act.after(best);
     code = act.dead(best) ? Code{} + dead : code;
     store(values + j * kLane, value);
-    store(codes + j * kLane, __builtin_convertvector(code, Vector<uint8_t, kLane>));
+    if (codes.bytes) {
+      store(codes.bytes + j * kLane, __builtin_convertvector(code, Vector<uint8_t, kLane>));
+    } else {
+      store(codes.words + j * kLane, __builtin_convertvector(code, Vector<uint32_t, kLane>));
+    }
   }
 }
 
 // One row of outputs: values and codes (OW, units * kLanes).
 template <typename T, typename Act>
 void pool_row(const DirectShape& shape, const Act& act, const std::vector<const acc_t<T>*>& rows,
-              int64_t units, unsigned_t<acc_t<T>> dead, acc_t<T>* values, uint8_t* codes) {
+              int64_t units, unsigned_t<acc_t<T>> dead, acc_t<T>* values, CodeRows codes) {
   const WindowAxis& width = shape.width;
   const int64_t pitch = units * kLanes<acc_t<T>>;
   const bool inside = std::find(rows.begin(), rows.end(), nullptr) == rows.end();
@@ -106,7 +121,7 @@ void pool_row(const DirectShape& shape, const Act& act, const std::vector<const 
   const auto whole = is(2)   ? pool_pixel<T, Act, 2, 2>
                      : is(3) ? pool_pixel<T, Act, 3, 3>
                              : pool_pixel<T, Act, 0, 0>;
-  for (int64_t ow = 0; ow < width.output; ++ow, values += pitch, codes += pitch) {
+  for (int64_t ow = 0; ow < width.output; ++ow, values += pitch, codes = codes.from(pitch)) {
     const int64_t left = ow * width.stride - width.padding;
     const bool fits = left >= 0 && left + width.reach() <= width.input;
     (fits ? whole : pool_pixel<T, Act, 0, 0>)(shape, act, rows.data(), left, units, dead, values,
@@ -183,6 +198,16 @@ void store_packed(const uint8_t* from, int64_t pitch, int64_t outputs, int bits,
         for (int64_t e = 0; e < count; ++e) plane[e] = block[i][e];
       }
     }
+  }
+}
+
+// The same for codes of more than 8 bits.
+inline void store_words(const uint32_t* from, int64_t pitch, int64_t outputs, int bits,
+                        const Planes<uint8_t>& to) {
+  std::vector<uint32_t> plane(outputs);
+  for (int64_t i = 0; i < to.lanes; ++i) {
+    for (int64_t o = 0; o < outputs; ++o) plane[o] = from[o * pitch + i];
+    store_codes(plane.data(), outputs, bits, to.data + i * to.lane_step);
   }
 }
 

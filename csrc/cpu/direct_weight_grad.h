@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "direct_nonfinite.h"
 #include "direct_sums.h"
 #include "direct_windows.h"
 
@@ -100,7 +101,7 @@ struct WeightGradPlan {
 };
 
 // One task's sums: partial (filters of the block, channel_blocks, patch) of this slice and group.
-// Returns false once it meets a value that is not finite.
+// Returns whether the planes of x that it is the first to read hold finite values only.
 template <typename T>
 bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& plan,
                      const BackwardInputs<T>& in, const std::vector<int32_t>& valid, int64_t slice,
@@ -134,6 +135,7 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
     if (partial) std::fill_n(partial + k * plan.channel_blocks * plan.patch, plan.patch, Acc(0));
     if (bias_partial) bias_partial[k] = Acc(0);
   }
+  bool finite = true;
   const int64_t last_image = (slice + 1) * shape.images / plan.slices;
   for (int64_t image = slice * shape.images / plan.slices; image < last_image; ++image) {
     const Acc* passed = unpack_planes(shape, in, image, group * shape.filters + first, filters,
@@ -143,10 +145,8 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
                        plane_bytes(outputs, bits);
     const T* source = in.x + image * shape.x.image +
                       (group * shape.channels + patch.first_channel) * shape.x.channel;
-    // Also of x that no window of the pool reads: the dense gradient has zeros there.
-    if (partial && !(all_finite(passed, filters * outputs) &&
-                     (filter_block > 0 || finite_planes(shape, source, patch.channels)))) {
-      return false;
+    if (partial && filter_block == 0) {
+      finite = finite_planes(shape, source, patch.channels) && finite;
     }
     for (int64_t oh = 0; oh < shape.height.output; oh += band) {
       const int64_t rows = std::min(band, shape.height.output - oh);
@@ -180,12 +180,12 @@ bool sum_weight_grad(const DirectShape& shape, const WeightGradPlan<acc_t<T>>& p
       }
     }
   }
-  return true;
+  return finite;
 }
 
 // dw (K, C, R, S) with the weight's strides, db (K); either may be null.
 template <typename T>
-bool direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T* dw,
+void direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T* dw,
                         const Strides4& dws, T* db) {
   using Acc = acc_t<T>;
   const WeightGradPlan<Acc> plan(shape);
@@ -198,7 +198,7 @@ bool direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T
   const int64_t tasks = plan.slices * shape.groups * plan.filter_blocks * channel_blocks;
   std::atomic<bool> finite = true;
   torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end && finite; ++task) {
+    for (int64_t task = begin; task < end; ++task) {
       const int64_t channel_block = task % channel_blocks;
       const int64_t filter_block = task / channel_blocks % plan.filter_blocks;
       const int64_t group = task / channel_blocks / plan.filter_blocks % shape.groups;
@@ -211,7 +211,6 @@ bool direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T
       }
     }
   });
-  if (!finite) return false;
   // The slices' sums in their order, and into the weight's layout.
   torch::stable::parallel_for(0, filters, 1, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
@@ -238,7 +237,7 @@ bool direct_weight_grad(const DirectShape& shape, const BackwardInputs<T>& in, T
       }
     }
   });
-  return true;
+  if (dw && !finite) repair_weight_grad(shape, in, dw, dws);
 }
 
 }  // namespace memopt::cpu
