@@ -74,7 +74,7 @@ def fake(
     check(f"conv_relu_pool{dims}d", dims, input, weight, bias, p)
     _, pooled_size = p.sizes(input, weight)
     planes = (input.shape[0], weight.shape[0])
-    bytes_ = _pool_codes.plane_bytes(_product(pooled_size), p.states) if save_codes else 0
+    bytes_ = _pool_codes.plane_bytes(product(pooled_size), p.states) if save_codes else 0
     output = torch.empty(
         (*planes, *pooled_size),
         dtype=input.dtype,
@@ -109,7 +109,7 @@ def gradients(
     """The gradients from stock ops: the definition, and differentiable to any order."""
     p, wanted = Windows(*rest[:-3]), rest[-3:]
     convolved_size, pooled_size = p.sizes(input, weight)
-    outputs = _product(pooled_size)
+    outputs = product(pooled_size)
     unpacked = _pool_codes.unpack_codes(codes, outputs, p.states).unflatten(2, pooled_size)
     index, live, branch = p.indices(unpacked, convolved_size)
 
@@ -119,7 +119,7 @@ def gradients(
     if p.activation == "leaky_relu":
         kept = torch.where(live & (branch == 1), kept * p.alpha, kept)
     flat = torch.zeros(
-        (*planes, _product(convolved_size)), dtype=accumulate, device=grad.device
+        (*planes, product(convolved_size)), dtype=accumulate, device=grad.device
     ).scatter_add(2, index.flatten(2), kept.flatten(2))
     dc = flat.unflatten(2, convolved_size).to(grad.dtype)
 
@@ -180,7 +180,7 @@ def check_saved(
     for name, tensor in (("grad", grad), ("codes", codes)):
         if tensor.device != input.device:
             raise RuntimeError(f"{op}: {name} is on {tensor.device}, needs input's {input.device}")
-    bytes_ = _pool_codes.plane_bytes(_product(pooled_size), p.states)
+    bytes_ = _pool_codes.plane_bytes(product(pooled_size), p.states)
     if codes.dtype != torch.uint8 or codes.shape != (*planes, bytes_):
         raise RuntimeError(
             f"{op}: codes is {codes.dtype} of shape {tuple(codes.shape)}, needs torch.uint8 of "
@@ -188,7 +188,7 @@ def check_saved(
         )
 
 
-def _product(sizes: Sequence[int]) -> int:
+def product(sizes: Sequence[int]) -> int:
     # math.prod is not traceable with symbolic sizes.
     total = 1
     for size in sizes:

@@ -59,6 +59,27 @@ def parse(
     )
 
 
+def check_pool(
+    op: str,
+    pool: str,
+    pool_dilation: int | Sequence[int],
+    count_include_pad: bool | None,
+    divisor_override: int | None = None,
+) -> None:
+    """Raise ValueError for an unknown pool, or for an argument that belongs to the other one."""
+    if pool not in ("max", "avg"):
+        raise ValueError(f"{op}: pool is {pool!r}, needs 'max' or 'avg'")
+    given = {"count_include_pad": count_include_pad, "divisor_override": divisor_override}
+    for name, value in given.items():
+        if pool == "max" and value is not None:
+            raise ValueError(f"{op}: {name} is {value}, but it belongs to 'avg' and pool is 'max'")
+    dilations = (pool_dilation,) if isinstance(pool_dilation, int) else pool_dilation
+    if pool == "avg" and any(d != 1 for d in dilations):
+        raise ValueError(
+            f"{op}: pool_dilation is {pool_dilation}, but it belongs to 'max' and pool is 'avg'"
+        )
+
+
 def _numbers(op: str, value: int | Sequence[int], name: str, dims: int) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,) * dims
