@@ -13,6 +13,7 @@ from support import assert_same_bits, unchanged
 
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 OURS = {1: M.conv_relu_pool1d, 2: M.conv_relu_pool2d, 3: M.conv_relu_pool3d}
 
 #: Arguments of every activation, exact on small integers.
@@ -48,7 +49,13 @@ def stock(x: Tensor, w: Tensor, b: Tensor | None, *convolution: Any, **pool: Any
     named |= {k: v for k, v in pool.items() if k in ("min_val", "max_val")}
     names = {k.removeprefix("pool_"): v for k, v in pool.items() if k.startswith("pool_")}
     names = {"kernel_size": 2, "ceil_mode": pool.get("ceil_mode", False)} | names
-    return POOLS[dims](activate(CONVOLUTIONS[dims](x, w, b, *convolution), **named), **names)
+    activated = activate(CONVOLUTIONS[dims](x, w, b, *convolution), **named)
+    if pool.get("pool", "max") == "max":
+        return POOLS[dims](activated, **names)
+    names |= {k: pool[k] for k in ("count_include_pad", "divisor_override") if k in pool}
+    if dims == 3 and x.dtype in (torch.bfloat16, torch.float16):  # which it does not take on a CPU
+        return AVERAGES[dims](activated.float(), **names).to(activated.dtype)
+    return AVERAGES[dims](activated, **names)
 
 
 def ours(x: Tensor, w: Tensor, b: Tensor | None, *convolution: Any, **pool: Any) -> Tensor:

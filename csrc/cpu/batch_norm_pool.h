@@ -5,16 +5,13 @@
 // ones, backward the gradient's.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "../common/dispatch.h"
 #include "../common/pool.h"
-#include "max_pool_codes.h"
+#include "channel_blocks.h"
 
 namespace memopt::cpu {
 
@@ -22,35 +19,25 @@ namespace memopt::cpu {
 template <typename Acc>
 class SlidingRows {
  public:
-  explicit SlidingRows(const PoolShape& shape)
-      : rows_(std::min(shape.height.reach(), shape.height.input)),
-        size_(shape.width.input * kChannelBlock),
-        data_(rows_ * size_, Acc(0)) {}
+  explicit SlidingRows(const PoolShape& shape) : size_(shape.width.input * kChannelBlock) {
+    int64_t rows = 1;  // a power of two: the remainder is a mask
+    while (rows < std::min(shape.height.reach(), shape.height.input)) rows *= 2;
+    mask_ = rows - 1;
+    data_.assign(rows * size_, Acc(0));
+  }
 
-  Acc* row(int64_t h) { return data_.data() + h % rows_ * size_; }
-  int64_t row_size() const { return size_; }
+  Acc* row(int64_t h) { return data_.data() + (h & mask_) * size_; }
 
  private:
-  int64_t rows_, size_;
+  int64_t size_, mask_;
   std::vector<Acc> data_;
 };
 
-// Calls body(image, first channel, channels) for every task, in parallel.
-template <typename Body>
-void for_each_channel_block(const PoolShape& shape, const Body& body) {
-  const int64_t blocks = (shape.channels + kChannelBlock - 1) / kChannelBlock;
-  torch::stable::parallel_for(0, shape.images * blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t first = task % blocks * kChannelBlock;
-      body(task / blocks, first, std::min(kChannelBlock, shape.channels - first));
-    }
-  });
-}
-
 // to[w][c] = x[w][c] * scale[c] + shift[c], rounded to T as the stock op's result is.
 template <typename T>
-void normalize_row(const T* x, int64_t step, int64_t pixels, int64_t lanes, const acc_t<T>* scale,
-                   const acc_t<T>* shift, acc_t<T>* to) {
+void normalize_row(const T* __restrict x, int64_t step, int64_t pixels, int64_t lanes,
+                   const acc_t<T>* __restrict scale, const acc_t<T>* __restrict shift,
+                   acc_t<T>* __restrict to) {
   using Acc = acc_t<T>;
   for (int64_t w = 0; w < pixels; ++w, x += step, to += kChannelBlock) {
     for (int64_t c = 0; c < lanes; ++c) {
@@ -117,7 +104,10 @@ void batch_norm_relu_pool(const PoolShape& shape, const T* x, const acc_t<T>* sc
 class Winners {
  public:
   explicit Winners(const PoolShape& shape)
-      : shape_(shape), bits_(shape.bits()), columns_(static_cast<uint32_t>(shape.width.kernel)) {}
+      : shape_(shape),
+        bits_(shape.bits()),
+        columns_(static_cast<uint64_t>(shape.width.kernel)),
+        reciprocal_(~uint64_t{0} / columns_ + 1) {}
 
   // Calls use(ow, h, w) for every live window of one row of outputs of a plane of codes.
   template <typename Use>
@@ -128,17 +118,32 @@ class Winners {
     for (int64_t ow = 0; ow < horizontal.output; ++ow, left += horizontal.stride) {
       const uint32_t code = load_code(plane, oh * horizontal.output + ow, bits_);
       if (code >= shape_.positions()) continue;
-      const int64_t h = top + code / columns_ * vertical.dilation;
-      const int64_t w = left + code % columns_ * horizontal.dilation;
+      const uint64_t row = row_of(code);
+      const int64_t h = top + static_cast<int64_t>(row) * vertical.dilation;
+      const int64_t w = left + static_cast<int64_t>(code - row * columns_) * horizontal.dilation;
       if (h >= 0 && h < vertical.input && w >= 0 && w < horizontal.input) use(ow, h, w);
     }
   }
 
  private:
+  // code / columns_ by one multiplication: exact, since both are below 2^32.
+  uint64_t row_of(uint32_t code) const {
+    if (columns_ == 1) return code;
+    return static_cast<uint64_t>(static_cast<unsigned __int128>(code) * reciprocal_ >> 64);
+  }
+
   PoolShape shape_;
   int bits_;
-  uint32_t columns_;
+  uint64_t columns_, reciprocal_;
 };
+
+template <typename T>
+void prefetch_row(const T* x, int64_t step, int64_t pixels, int64_t lanes) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t w = 0; w < pixels; ++w, x += step) {
+    for (int64_t c = 0; c < lanes; c += kLine) __builtin_prefetch(x + c);
+  }
+}
 
 // By channel: the sum of dy over live windows, and of dy (x - mean) with x at the winner. These are
 // the two sums of batch norm's backward, whose gradient is zero everywhere else.
@@ -153,22 +158,31 @@ GradientSums sum_live(const PoolShape& shape, const T* dy, const Strides5& ys, c
   const int64_t row_size = shape.width.input * shape.channels;
   std::vector<double> grads(shape.images * shape.channels), products(grads.size());
   for_each_channel_block(shape, [&](int64_t image, int64_t first, int64_t lanes) {
-    const T* x_image = x + image * shape.height.input * row_size;
-    for (int64_t c = first; c < first + lanes; ++c) {
-      const uint8_t* plane = codes + (image * shape.channels + c) * shape.code_bytes();
-      const double center = static_cast<double>(mean[c]);
-      double grad_sum = 0, product_sum = 0;
-      for (int64_t oh = 0; oh < shape.height.output; ++oh) {
-        const T* dy_row = dy + image * ys.image + c * ys.channel + oh * ys.row;
+    const T* x_task = x + image * shape.height.input * row_size + first;
+    double* grad_sums = grads.data() + image * shape.channels + first;
+    double* product_sums = products.data() + image * shape.channels + first;
+    int64_t next = 0;  // the first row that is not asked for yet
+    for (int64_t oh = 0; oh < shape.height.output; ++oh) {
+      // Winners lie at random: ask for the rows of the windows after this one in time.
+      const int64_t top = (oh + 1) * shape.height.stride - shape.height.padding;
+      const int64_t below = std::min(top + shape.height.reach(), shape.height.input);
+      for (next = std::max(next, top); next < below; ++next) {
+        prefetch_row(x_task + next * row_size, shape.channels, shape.width.input, lanes);
+      }
+      for (int64_t c = 0; c < lanes; ++c) {
+        const uint8_t* plane = codes + (image * shape.channels + first + c) * shape.code_bytes();
+        const T* dy_row = dy + image * ys.image + (first + c) * ys.channel + oh * ys.row;
+        const double center = static_cast<double>(mean[first + c]);
+        double grad_sum = 0, product_sum = 0;
         winners.for_each(plane, oh, [&](int64_t ow, int64_t h, int64_t w) {
           const double grad = static_cast<double>(dy_row[ow * ys.column]);
-          const T value = x_image[h * row_size + w * shape.channels + c];
+          const T value = x_task[h * row_size + w * shape.channels + c];
           grad_sum += grad;
           product_sum += grad * (static_cast<double>(value) - center);
         });
+        grad_sums[c] += grad_sum;
+        product_sums[c] += product_sum;
       }
-      grads[image * shape.channels + c] = grad_sum;
-      products[image * shape.channels + c] = product_sum;
     }
   });
   GradientSums total{std::vector<double>(shape.channels, 0),
@@ -190,6 +204,25 @@ struct GradientTerms {
   std::vector<Acc> mean, scale, offset, slope;
 };
 
+// A row of dx from a row of dz (width, kChannelBlock), which is left zero.
+template <typename T>
+void finish_gradient_row(const GradientTerms<acc_t<T>>& terms, int64_t first, int64_t lanes,
+                         int64_t pixels, int64_t step, const T* __restrict x,
+                         acc_t<T>* __restrict dz, T* __restrict dx) {
+  using Acc = acc_t<T>;
+  const Acc* __restrict mean = terms.mean.data() + first;
+  const Acc* __restrict scale = terms.scale.data() + first;
+  const Acc* __restrict offset = terms.offset.data() + first;
+  const Acc* __restrict slope = terms.slope.data() + first;
+  for (int64_t w = 0; w < pixels; ++w, x += step, dx += step, dz += kChannelBlock) {
+    for (int64_t c = 0; c < lanes; ++c) {
+      const Acc centered = static_cast<Acc>(x[c]) - mean[c];
+      dx[c] = static_cast<T>((dz[c] - offset[c] - centered * slope[c]) * scale[c]);
+      dz[c] = 0;
+    }
+  }
+}
+
 // The gradient of batch norm's input for a chunk of images; dz is dy at each window's winner,
 // summed where windows overlap.   x, dx dense (images, H, W, channels), dx all of it written
 template <typename T>
@@ -203,20 +236,9 @@ void batch_norm_gradient(const PoolShape& shape, const T* dy, const Strides5& ys
   for_each_channel_block(shape, [&](int64_t image, int64_t first, int64_t lanes) {
     SlidingRows<Acc> rows(shape);
     const int64_t start = image * vertical.input * row_size + first;
-    const Acc *mean = terms.mean.data() + first, *scale = terms.scale.data() + first;
-    const Acc *offset = terms.offset.data() + first, *slope = terms.slope.data() + first;
     const auto finish = [&](int64_t h) {  // a row that no later window touches
-      Acc* dz = rows.row(h);
-      const T* from = x + start + h * row_size;
-      T* to = dx + start + h * row_size;
-      for (int64_t w = 0; w < horizontal.input; ++w) {
-        for (int64_t c = 0; c < lanes; ++c) {
-          const Acc centered = static_cast<Acc>(from[c]) - mean[c];
-          to[c] = static_cast<T>((dz[c] - offset[c] - centered * slope[c]) * scale[c]);
-        }
-        std::fill_n(dz, lanes, Acc(0));
-        from += shape.channels, to += shape.channels, dz += kChannelBlock;
-      }
+      finish_gradient_row(terms, first, lanes, horizontal.input, shape.channels,
+                          x + start + h * row_size, rows.row(h), dx + start + h * row_size);
     };
     int64_t next = 0;
     for (int64_t oh = 0; oh < vertical.output; ++oh) {

@@ -10,7 +10,7 @@
 
 #include "batch_norm_pool.h"
 #include "batch_norm_statistics.h"
-#include "conv_pool_chunks.h"
+#include "conv_dense_chunks.h"
 
 namespace memopt::cpu {
 namespace {
@@ -34,15 +34,13 @@ void check_channels(const char* op, const char* name, const std::optional<Tensor
                toString(or_dtype));
 }
 
-void check_planes(const char* name, const Tensor& t, ScalarType dtype, const PoolShape& shape,
-                  int64_t height, int64_t width) {
-  MEMOPT_CHECK(t.is_cpu(), kBackward, ": ", name, " must be on the CPU, as grad is");
-  MEMOPT_CHECK(t.scalar_type() == dtype, kBackward, ": ", name, " has dtype ",
-               toString(t.scalar_type()), ", needs input's ", toString(dtype));
-  MEMOPT_CHECK(t.dim() == 4 && t.size(0) == shape.images && t.size(1) == shape.channels &&
-                   t.size(2) == height && t.size(3) == width,
-               kBackward, ": ", name, " has the wrong shape, needs (", shape.images, ", ",
-               shape.channels, ", ", height, ", ", width, ")");
+void check_convolved(const Tensor& t, const PoolShape& pool, ScalarType dtype) {
+  MEMOPT_CHECK(t.is_cpu() && t.scalar_type() == dtype && t.dim() == 4 && t.size(0) == pool.images &&
+                   t.size(1) == pool.channels && t.size(2) == pool.height.input &&
+                   t.size(3) == pool.width.input,
+               kBackward, ": convolved has the wrong shape, dtype or device, needs ",
+               toString(dtype), " of shape (", pool.images, ", ", pool.channels, ", ",
+               pool.height.input, ", ", pool.width.input, ") on the CPU");
 }
 
 // The elements of a 1-D tensor, or `missing` for each channel.
@@ -56,37 +54,6 @@ std::vector<double> channel_values(const std::optional<Tensor>& t, int64_t chann
     for (int64_t c = 0; c < channels; ++c) values[c] = static_cast<double>(from[c * t->stride(0)]);
   });
   return values;
-}
-
-Tensor empty_channels_last(int64_t n, int64_t c, int64_t h, int64_t w, ScalarType dtype) {
-  return torch::stable::empty({n, c, h, w}, dtype, std::nullopt, std::nullopt, std::nullopt,
-                              MemoryFormat::ChannelsLast);
-}
-
-// Whether a 4-D tensor's elements lie in the order (N, H, W, C) without gaps.
-bool is_dense_channels_last(const Tensor& t) {
-  int64_t step = 1;
-  for (const int64_t d : {1, 3, 2, 0}) {
-    if (t.size(d) != 1 && t.stride(d) != step) return false;
-    step *= t.size(d);
-  }
-  return true;
-}
-
-Tensor to_channels_last(const Tensor& t) {
-  if (is_dense_channels_last(t)) return t;
-  Tensor copy = empty_channels_last(t.size(0), t.size(1), t.size(2), t.size(3), t.scalar_type());
-  torch::stable::copy_(copy, t);
-  return copy;
-}
-
-// The stock convolution works in channels_last when the weight's strides say so.
-Tensor channels_last_weight(const Tensor& weight) {
-  if (suggests_channels_last(weight)) return weight;
-  Tensor copy = empty_channels_last(weight.size(0), weight.size(1), weight.size(2), weight.size(3),
-                                    weight.scalar_type());
-  torch::stable::copy_(copy, weight);
-  return copy;
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -110,16 +77,15 @@ Forward conv_batch_norm_relu_pool2d(const Tensor& input, const Tensor& weight,
                  bn_weight ? bn_weight->scalar_type() : acc);
   MEMOPT_CHECK(eps > 0, kForward, ": eps is ", eps, ", needs to be positive");
 
-  const int64_t image_codes = save_codes ? pool.code_bytes() : 0;
-  Tensor output =
-      empty_like_images(problem, pool_sizes(pool, pool.images, 2, &WindowAxis::output), dtype);
-  Tensor codes = torch::stable::empty({pool.images, pool.channels, image_codes}, ScalarType::Byte);
+  auto results = empty_results(problem, 2, dtype, save_codes);
+  Tensor &output = std::get<0>(results), &codes = std::get<1>(results);
+  uint8_t* bytes = save_codes ? codes.mutable_data_ptr<uint8_t>() : nullptr;
   Tensor mean = torch::stable::empty({pool.channels}, acc);
   Tensor invstd = torch::stable::empty({pool.channels}, acc);
   Tensor variance = torch::stable::empty({pool.channels}, acc);
   const Tensor convolved =
       pool.images == 0
-          ? empty_channels_last(0, pool.channels, pool.height.input, pool.width.input, dtype)
+          ? empty_channels_last({0, pool.channels, pool.height.input, pool.width.input}, dtype)
           : to_channels_last(
                 convolution(input, channels_last_weight(weight), bias, problem.convolution));
   const auto gamma = channel_values(bn_weight, pool.channels, 1);
@@ -142,8 +108,7 @@ Forward conv_batch_norm_relu_pool2d(const Tensor& input, const Tensor& weight,
       shift[c] = static_cast<Acc>(beta[c] - statistics.mean(c) * static_cast<double>(scale[c]));
     }
     batch_norm_relu_pool<T>(pool, x, scale.data(), shift.data(), output.mutable_data_ptr<T>(),
-                            strides5(output),
-                            save_codes ? codes.mutable_data_ptr<uint8_t>() : nullptr);
+                            strides5(output), bytes);
   });
   return {output, codes,  save_codes ? convolved : torch::stable::empty({0}, dtype),
           mean,   invstd, variance};
@@ -165,32 +130,16 @@ Backward conv_batch_norm_relu_pool2d_backward(
                     pool_dilation, ceil_mode, "relu", 0, 0});
   const PoolShape& pool = problem.pool;
   const ScalarType dtype = input.scalar_type(), acc = acc_dtype_of(dtype);
-  MEMOPT_CHECK(input.is_cpu(), kBackward, ": input must be on the CPU, as grad is");
   check_channels(kBackward, "bn_weight", bn_weight, pool.channels, dtype, acc);
   check_channels(kBackward, "mean", mean, pool.channels, acc, acc);
   check_channels(kBackward, "invstd", invstd, pool.channels, acc, acc);
-  check_planes("grad", grad, dtype, pool, pool.height.output, pool.width.output);
-  check_planes("convolved", convolved, dtype, pool, pool.height.input, pool.width.input);
-  MEMOPT_CHECK(codes.is_cpu() && codes.scalar_type() == ScalarType::Byte && codes.dim() == 3 &&
-                   codes.size(0) == pool.images && codes.size(1) == pool.channels &&
-                   codes.size(2) == pool.code_bytes(),
-               kBackward, ": codes has the wrong shape, dtype or device, needs uint8 of shape (",
-               pool.images, ", ", pool.channels, ", ", pool.code_bytes(),
-               ") on the CPU; the forward pass makes them with save_codes=True");
+  check_saved(kBackward, 2, problem, grad, input, codes);
+  check_convolved(convolved, pool, dtype);
 
-  const auto absent = [](ScalarType type) { return torch::stable::empty({0}, type); };
-  const auto per_channel = [&](bool wanted, ScalarType type) {
-    return wanted ? torch::stable::empty({pool.channels}, type) : absent(type);
-  };
-  Tensor dx = input_grad ? empty_like_images(
-                               problem, Ints(input.sizes().begin(), input.sizes().end()), dtype)
-                         : absent(dtype);
-  Tensor dw = weight_grad ? torch::stable::empty_like(weight) : absent(dtype);
-  Tensor db = per_channel(bias_grad, dtype);
-  Tensor dgamma = per_channel(bn_weight_grad, acc), dbeta = per_channel(bn_bias_grad, acc);
-  Tensor images = input, dense = to_channels_last(convolved);
-  const Tensor packed = torch::stable::contiguous(codes);
-  const Tensor filters = channels_last_weight(weight);
+  ConvPoolGradients grads(problem, input, weight, input_grad, weight_grad, bias_grad);
+  Tensor dgamma = torch::stable::empty({bn_weight_grad ? pool.channels : 0}, acc);
+  Tensor dbeta = torch::stable::empty({bn_bias_grad ? pool.channels : 0}, acc);
+  const Tensor packed = torch::stable::contiguous(codes), dense = to_channels_last(convolved);
   const auto gamma = channel_values(bn_weight, pool.channels, 1);
   const auto means = channel_values(mean, pool.channels, 0);
   const auto invstds = channel_values(invstd, pool.channels, 0);
@@ -212,7 +161,7 @@ Backward conv_batch_norm_relu_pool2d_backward(
     for (int64_t c = 0; c < pool.channels; ++c) {
       // Batch norm takes the mean away, and the bias with it; what is not finite stays.
       const Acc nothing = (terms.offset[c] + terms.slope[c] * terms.mean[c]) * terms.scale[c] * 0;
-      if (bias_grad) db.mutable_data_ptr<T>()[c] = static_cast<T>(nothing);
+      if (bias_grad) grads.db.mutable_data_ptr<T>()[c] = static_cast<T>(nothing);
       if (bn_bias_grad) dbeta.mutable_data_ptr<Acc>()[c] = static_cast<Acc>(sums.grads[c]);
       if (bn_weight_grad) {
         dgamma.mutable_data_ptr<Acc>()[c] = static_cast<Acc>(sums.products[c] * invstds[c]);
@@ -220,31 +169,16 @@ Backward conv_batch_norm_relu_pool2d_backward(
     }
     if (!input_grad && !weight_grad) return;
 
-    Tensor dw_sum = torch::stable::empty(weight.sizes(), acc);
-    Acc* dw_total = dw_sum.template mutable_data_ptr<Acc>();
-    std::fill_n(dw_total, dw_sum.numel(), Acc(0));
-    Tensor buffer = empty_channels_last(std::min(problem.images_per_chunk, pool.images),
-                                        pool.channels, pool.height.input, pool.width.input, dtype);
     const int64_t image_size = pool.channels * pool.height.input * pool.width.input;
-    for_each_chunk(problem, [&](int64_t first, int64_t count) {
+    backward_dense_chunks<T>(problem, input, weight, grads, [&](int64_t n, int64_t images, T* dc) {
       PoolShape chunk = pool;
-      chunk.images = count;
-      batch_norm_gradient<T>(chunk, dy + first * grad.stride(0), strides5(grad),
-                             bytes + first * pool.channels * pool.code_bytes(),
-                             x + first * image_size, terms, buffer.mutable_data_ptr<T>());
-      const auto [dx_part, dw_part] =
-          convolution_backward(torch::stable::narrow(buffer, 0, 0, count),
-                               torch::stable::narrow(images, 0, first, count), filters,
-                               problem.convolution, input_grad, weight_grad);
-      if (weight_grad) accumulate<T>(dw_part, dw_total);
-      if (input_grad) {
-        Tensor target = torch::stable::narrow(dx, 0, first, count);
-        torch::stable::copy_(target, dx_part);
-      }
+      chunk.images = images;
+      batch_norm_gradient<T>(chunk, dy + n * grad.stride(0), strides5(grad),
+                             bytes + n * pool.channels * pool.code_bytes(), x + n * image_size,
+                             terms, dc);
     });
-    if (weight_grad) torch::stable::copy_(dw, dw_sum);
   });
-  return {dx, dw, db, dgamma, dbeta};
+  return {grads.dx, grads.dw, grads.db, dgamma, dbeta};
 }
 
 }  // namespace

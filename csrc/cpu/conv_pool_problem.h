@@ -184,19 +184,25 @@ inline ConvPoolProblem make_problem(const char* op, int dims, const Tensor& inpu
   return problem;
 }
 
-// What the backward op is given besides: grad, input and codes as the forward op made them.
-inline void check_saved(const char* op, int dims, const ConvPoolProblem& problem,
-                        const Tensor& grad, const Tensor& input, const Tensor& codes) {
-  const PoolShape& pool = problem.pool;
+// What the backward op is given besides: input, and grad of the forward op's output.
+inline void check_grad(const char* op, int dims, const ConvPoolProblem& problem, const Tensor& grad,
+                       const Tensor& input) {
   const ScalarType dtype = input.scalar_type();
-  MEMOPT_CHECK(input.is_cpu() && codes.is_cpu(), op,
-               ": input and codes must be on the CPU, as grad is");
+  MEMOPT_CHECK(input.is_cpu() && grad.is_cpu(), op, ": input must be on the CPU, as grad is");
   MEMOPT_CHECK(grad.scalar_type() == dtype, op, ": grad has dtype ", toString(grad.scalar_type()),
                ", needs input's ", toString(dtype));
-  const Ints sizes = pool_sizes(pool, pool.images, dims, &WindowAxis::output);
+  const Ints sizes = pool_sizes(problem.pool, problem.pool.images, dims, &WindowAxis::output);
   bool same = grad.dim() == dims + 2;
   for (int64_t d = 0; same && d < dims + 2; ++d) same = grad.size(d) == sizes[d];
   MEMOPT_CHECK(same, op, ": grad has the wrong shape, needs that of the forward pass's output");
+}
+
+// And the codes as the forward op made them.
+inline void check_saved(const char* op, int dims, const ConvPoolProblem& problem,
+                        const Tensor& grad, const Tensor& input, const Tensor& codes) {
+  check_grad(op, dims, problem, grad, input);
+  const PoolShape& pool = problem.pool;
+  MEMOPT_CHECK(codes.is_cpu(), op, ": codes must be on the CPU, as grad is");
   MEMOPT_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 3 &&
                    codes.size(0) == pool.images && codes.size(1) == pool.channels &&
                    codes.size(2) == pool.code_bytes(),

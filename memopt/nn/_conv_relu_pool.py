@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memopt.nn._fuse import fused_with_batch_norm
 from memopt.ops._activations import parameters
+from memopt.ops._conv_pool_arguments import check_pool
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,12 +45,19 @@ class ConvReLUPool(torch.nn.modules.conv._ConvNd):
         pool_padding: int | Sequence[int] = 0,
         pool_dilation: int | Sequence[int] = 1,
         ceil_mode: bool = False,
+        pool: str = "max",
+        count_include_pad: bool | None = None,
+        divisor_override: int | None = None,
         activation: str = "relu",
         negative_slope: float | None = None,
         min_val: float | None = None,
         max_val: float | None = None,
     ) -> None:
-        parameters(type(self).__name__, activation, negative_slope, min_val, max_val)
+        name = type(self).__name__
+        check_pool(name, pool, pool_dilation, count_include_pad, divisor_override)
+        if divisor_override is not None and isinstance(self, torch.nn.Conv1d):
+            raise TypeError(f"{name}: divisor_override is {divisor_override}, AvgPool1d has none")
+        parameters(name, activation, negative_slope, min_val, max_val)
         convolution: Any = super().__init__
         convolution(
             in_channels,
@@ -69,6 +77,9 @@ class ConvReLUPool(torch.nn.modules.conv._ConvNd):
         self.pool_padding = pool_padding
         self.pool_dilation = pool_dilation
         self.ceil_mode = ceil_mode
+        self.pool = pool
+        self.count_include_pad = count_include_pad
+        self.divisor_override = divisor_override
         self.activation = activation
         self.negative_slope = negative_slope
         self.min_val = min_val
@@ -79,6 +90,9 @@ class ConvReLUPool(torch.nn.modules.conv._ConvNd):
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
+        divisor = {}
+        if self.divisor_override is not None:
+            divisor["divisor_override"] = self.divisor_override
         return type(self)._function(
             input,
             self.weight,
@@ -92,6 +106,9 @@ class ConvReLUPool(torch.nn.modules.conv._ConvNd):
             pool_padding=self.pool_padding,
             pool_dilation=self.pool_dilation,
             ceil_mode=self.ceil_mode,
+            pool=self.pool,
+            count_include_pad=self.count_include_pad,
+            **divisor,
             activation=self.activation,
             negative_slope=self.negative_slope,
             min_val=self.min_val,
@@ -120,9 +137,10 @@ class ConvReLUPool(torch.nn.modules.conv._ConvNd):
             f"{super().extra_repr()}, pool_kernel_size={self.pool_kernel_size}, "
             f"pool_stride={self.pool_stride}, pool_padding={self.pool_padding}, "
             f"pool_dilation={self.pool_dilation}, ceil_mode={self.ceil_mode}, "
-            f"activation={self.activation}"
+            f"pool={self.pool}, activation={self.activation}"
         )
-        for name in ("negative_slope", "min_val", "max_val"):
+        optional = ("count_include_pad", "divisor_override", "negative_slope", "min_val", "max_val")
+        for name in optional:
             if getattr(self, name) is not None:
                 text += f", {name}={getattr(self, name)}"
         return text

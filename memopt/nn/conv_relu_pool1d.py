@@ -1,4 +1,4 @@
-"""Convolution, activation and max-pooling in one dimension as a layer."""
+"""Convolution, activation and pooling in one dimension as a layer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class ConvReLUPool1d(ConvReLUPool, torch.nn.Conv1d):
         in_channels ... dtype: as in `torch.nn.Conv1d`.
         pool_kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode: as in
             `torch.nn.MaxPool1d`.
+        pool: "max", or "avg" for `torch.nn.AvgPool1d`.
+        count_include_pad: as in `torch.nn.AvgPool1d`, and only for it.
         activation: "relu", "leaky_relu", "relu6", "hardtanh" or "identity".
         negative_slope: of leaky_relu; 0.01 if not given.
         min_val, max_val: of hardtanh; -1 and 1 if not given.

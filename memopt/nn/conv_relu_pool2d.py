@@ -1,4 +1,4 @@
-"""Convolution, activation and max-pooling in two dimensions as a layer."""
+"""Convolution, activation and pooling in two dimensions as a layer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class ConvReLUPool2d(ConvReLUPool, torch.nn.Conv2d):
         in_channels ... dtype: as in `torch.nn.Conv2d`.
         pool_kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode: as in
             `torch.nn.MaxPool2d`.
+        pool: "max", or "avg" for `torch.nn.AvgPool2d`.
+        count_include_pad, divisor_override: as in `torch.nn.AvgPool2d`, and only for it.
         activation: "relu", "leaky_relu", "relu6", "hardtanh" or "identity".
         negative_slope: of leaky_relu; 0.01 if not given.
         min_val, max_val: of hardtanh; -1 and 1 if not given.

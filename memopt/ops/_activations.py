@@ -77,3 +77,13 @@ def codes_at(
         low, high = (0.0, 6.0) if activation == "relu6" else (alpha, beta)
         return torch.where((x <= low) | (x >= high), -1, position)
     return position
+
+
+def mask(x: Tensor, activation: str, alpha: float, beta: float) -> Tensor:
+    """Where the derivative at `x` is 1: not 0, and not leaky_relu's slope."""
+    if activation == "relu":
+        return ~(x <= 0)
+    if activation == "leaky_relu":
+        return x > 0
+    low, high = (0.0, 6.0) if activation == "relu6" else (alpha, beta)
+    return ~((x <= low) | (x >= high))

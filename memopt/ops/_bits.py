@@ -24,5 +24,18 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     return bits.view(-1)[:numel].bool()
 
 
+def pack_planes(flags: Tensor) -> Tensor:
+    """Pack each plane of booleans (..., numel) into whole bytes: uint8 (..., ceil(numel / 8))."""
+    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[-1] % 8))
+    bits = padded.unflatten(-1, (bytes_for(flags.shape[-1]), 8)) << _shifts(flags.device)
+    return bits.sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_planes(packed: Tensor, numel: int) -> Tensor:
+    """The inverse of `pack_planes`."""
+    bits = (packed.unsqueeze(-1) >> _shifts(packed.device)) & 1
+    return bits.flatten(-2)[..., :numel].bool()
+
+
 def _shifts(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)

@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from memopt._registry import Op, under_transform
-from memopt.ops import _activations, _pool_codes
+from memopt.ops import _activations, _conv_pool_arguments, _pool_codes
 from memopt.ops._conv_pool_windows import Windows, check, memory_format
 
 _WINDOWS = (
@@ -75,7 +74,7 @@ def fake(
     check(f"conv_relu_pool{dims}d", dims, input, weight, bias, p)
     _, pooled_size = p.sizes(input, weight)
     planes = (input.shape[0], weight.shape[0])
-    bytes_ = _pool_codes.plane_bytes(_product(pooled_size), p.states) if save_codes else 0
+    bytes_ = _pool_codes.plane_bytes(product(pooled_size), p.states) if save_codes else 0
     output = torch.empty(
         (*planes, *pooled_size),
         dtype=input.dtype,
@@ -110,7 +109,7 @@ def gradients(
     """The gradients from stock ops: the definition, and differentiable to any order."""
     p, wanted = Windows(*rest[:-3]), rest[-3:]
     convolved_size, pooled_size = p.sizes(input, weight)
-    outputs = _product(pooled_size)
+    outputs = product(pooled_size)
     unpacked = _pool_codes.unpack_codes(codes, outputs, p.states).unflatten(2, pooled_size)
     index, live, branch = p.indices(unpacked, convolved_size)
 
@@ -120,7 +119,7 @@ def gradients(
     if p.activation == "leaky_relu":
         kept = torch.where(live & (branch == 1), kept * p.alpha, kept)
     flat = torch.zeros(
-        (*planes, _product(convolved_size)), dtype=accumulate, device=grad.device
+        (*planes, product(convolved_size)), dtype=accumulate, device=grad.device
     ).scatter_add(2, index.flatten(2), kept.flatten(2))
     dc = flat.unflatten(2, convolved_size).to(grad.dtype)
 
@@ -181,7 +180,7 @@ def check_saved(
     for name, tensor in (("grad", grad), ("codes", codes)):
         if tensor.device != input.device:
             raise RuntimeError(f"{op}: {name} is on {tensor.device}, needs input's {input.device}")
-    bytes_ = _pool_codes.plane_bytes(_product(pooled_size), p.states)
+    bytes_ = _pool_codes.plane_bytes(product(pooled_size), p.states)
     if codes.dtype != torch.uint8 or codes.shape != (*planes, bytes_):
         raise RuntimeError(
             f"{op}: codes is {codes.dtype} of shape {tuple(codes.shape)}, needs torch.uint8 of "
@@ -189,7 +188,7 @@ def check_saved(
         )
 
 
-def _product(sizes: Sequence[int]) -> int:
+def product(sizes: Sequence[int]) -> int:
     # math.prod is not traceable with symbolic sizes.
     total = 1
     for size in sizes:
@@ -219,13 +218,7 @@ def call(
 ) -> Tensor:
     """The public functions: stock arguments to the raw op, batched or not."""
     name = f"conv_relu_pool{dims}d"
-    check_tensors(name, input, weight)
-    if input.dim() not in (dims + 1, dims + 2):
-        sizes = ", ".join("DHW"[3 - dims :])
-        raise RuntimeError(
-            f"{name}: input has shape {tuple(input.shape)}, needs (N, C, {sizes}) or (C, {sizes})"
-        )
-    input, windows = windows_of(
+    input, windows = _conv_pool_arguments.parse(
         name,
         dims,
         input,
@@ -250,79 +243,3 @@ def call(
     output, _ = op(batch, weight, bias, *windows, save_codes)
     # One image is contiguous, as the stock pool makes it.
     return output if input.dim() == dims + 2 else output.squeeze(0).contiguous()
-
-
-def check_tensors(op: str, input: object, weight: object) -> None:
-    for name, value in (("input", input), ("weight", weight)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{op}: {name} is a {type(value).__name__}, needs to be a Tensor")
-
-
-def windows_of(
-    op: str,
-    dims: int,
-    input: Tensor,
-    weight: Tensor,
-    stride: int | Sequence[int],
-    padding: int | Sequence[int] | str,
-    dilation: int | Sequence[int],
-    groups: int,
-    pool_kernel_size: int | Sequence[int],
-    pool_stride: int | Sequence[int] | None,
-    pool_padding: int | Sequence[int],
-    pool_dilation: int | Sequence[int],
-    ceil_mode: bool,
-    activation: tuple[str, float, float],
-) -> tuple[Tensor, Windows]:
-    """`Windows` from stock arguments, and the input: padded, where "same" padding is uneven."""
-
-    def numbers(value: int | Sequence[int], name: str) -> tuple[int, ...]:
-        if isinstance(value, int):
-            return (value,) * dims
-        if len(value) not in (1, dims):
-            raise RuntimeError(f"{op}: {name} is {tuple(value)}, needs 1 or {dims} integers")
-        return tuple(value) * dims if len(value) == 1 else tuple(value)
-
-    steps, spread = numbers(stride, "stride"), numbers(dilation, "dilation")
-    if weight.dim() == dims + 2 and min(spread) > 0:
-        # A kernel of 1 has none; oneDNN's float16 convolution crashes when it is given one.
-        spread = tuple(1 if k == 1 else d for k, d in zip(weight.shape[2:], spread, strict=True))
-    if isinstance(padding, str):
-        input, pads = _pad_by_name(op, input, weight, padding, steps, spread)
-    else:
-        pads = numbers(padding, "padding")
-    kernel = numbers(pool_kernel_size, "pool_kernel_size")
-    return input, Windows(
-        steps,
-        pads,
-        spread,
-        groups,
-        kernel,
-        kernel if pool_stride is None else numbers(pool_stride, "pool_stride"),
-        numbers(pool_padding, "pool_padding"),
-        numbers(pool_dilation, "pool_dilation"),
-        ceil_mode,
-        *activation,
-    )
-
-
-def _pad_by_name(
-    op: str,
-    input: Tensor,
-    weight: Tensor,
-    padding: str,
-    stride: Sequence[int],
-    dilation: Sequence[int],
-) -> tuple[Tensor, tuple[int, ...]]:
-    """Numbers for "valid" and "same"; where "same" is uneven, the odd pixel is padded last."""
-    if padding == "valid":
-        return input, (0,) * len(stride)
-    if padding != "same":
-        raise ValueError(f"{op}: padding is {padding!r}, needs integers, 'same' or 'valid'")
-    if any(s != 1 for s in stride):
-        raise RuntimeError(f"{op}: padding='same' needs stride 1, but stride is {tuple(stride)}")
-    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    if any(t % 2 for t in total):  # as in eager the odd pixel goes to the end
-        extra = [n for t in reversed(total) for n in (0, t % 2)]
-        input = F.pad(input, extra)
-    return input, tuple(t // 2 for t in total)

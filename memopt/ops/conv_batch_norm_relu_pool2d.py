@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memopt._registry import Op, cast_floating, under_transform
 from memopt.ops import _batch_norm, _pool_codes
-from memopt.ops._conv_pool import check_tensors, windows_of
+from memopt.ops._conv_pool_arguments import parse
 from memopt.ops._conv_pool_windows import memory_format
 from memopt.ops.conv_relu_pool2d import conv_relu_pool2d
 
@@ -231,10 +231,7 @@ def conv_batch_norm_relu_pool2d(
         ... ).shape
         torch.Size([8, 16, 8, 8])
     """
-    check_tensors(_NAME, input, weight)
-    if input.dim() != 4:
-        raise ValueError(f"{_NAME}: input has {input.dim()} dimensions, needs (N, C, H, W)")
-    input, p = windows_of(
+    input, p = parse(
         _NAME,
         2,
         input,
@@ -250,6 +247,8 @@ def conv_batch_norm_relu_pool2d(
         ceil_mode,
         ("relu", 0.0, 0.0),
     )
+    if input.dim() != 4:
+        raise ValueError(f"{_NAME}: input has {input.dim()} dimensions, needs (N, C, H, W)")
     channel = (running_mean, running_var, bn_weight, bn_bias)
     _batch_norm.check_call(input, weight, p, *channel, training, eps)
     tensors = (input, weight, bias, bn_weight, bn_bias)
@@ -265,7 +264,7 @@ def conv_batch_norm_relu_pool2d(
         pool = {name: getattr(p, name) for name in names}
         return conv_relu_pool2d(input, weight, bias, *p[:4], **pool)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    output, _, _, mean, _, variance = _op(*tensors, *p[:-3], eps, keep)
+    output, _, _, mean, _, variance = _op(*tensors, *p[:9], eps, keep)
     if running_mean is not None and running_var is not None:
         _batch_norm.update_running(running_mean, running_var, mean, variance, momentum)
     return output

@@ -14,6 +14,8 @@ from memopt._registry import Op, cast_floating
 from memopt.ops import _conv_pool
 from memopt.ops._activations import parameters
 from memopt.ops._conv_pool import call
+from memopt.ops._conv_pool_arguments import check_pool
+from memopt.ops.conv_relu_avg_pool import average
 
 __all__ = ["conv_relu_pool3d"]
 
@@ -71,17 +73,21 @@ def conv_relu_pool3d(
     pool_padding: int | Sequence[int] = 0,
     pool_dilation: int | Sequence[int] = 1,
     ceil_mode: bool = False,
+    pool: str = "max",
+    count_include_pad: bool | None = None,
+    divisor_override: int | None = None,
     activation: str = "relu",
     negative_slope: float | None = None,
     min_val: float | None = None,
     max_val: float | None = None,
 ) -> Tensor:
-    """`max_pool3d(act(conv3d(input, weight, bias)))`, saving one code per pooled element.
+    """`max_pool3d(act(conv3d(input, weight, bias)))`, or with `avg_pool3d`, in little memory.
 
     The convolution's parameters are those of `torch.nn.functional.conv3d`, the pool's those of
-    `torch.nn.functional.max_pool3d` with the prefix ``pool_``. Values, ties, NaN and gradients are
-    the stock ops'. Saved for backward: input, weight, and 4 bits per pooled element for windows of
-    up to 15 positions (7 with leaky_relu), 8 bits to 255, 16 to 65535.
+    `torch.nn.functional.max_pool3d` or `avg_pool3d` with the prefix ``pool_``. Values, ties, NaN
+    and gradients are the stock ops'. Saved for backward: input, weight, and for pool="max" 4 bits
+    per pooled element for windows of up to 15 positions (7 with leaky_relu), 8 bits to 255, 16 to
+    65535; for pool="avg" 1 bit per element of the convolution's output, none with identity.
 
     Args:
         input: (N, C, D, H, W) or (C, D, H, W), any strides; float32, float64, bfloat16 or float16.
@@ -91,6 +97,9 @@ def conv_relu_pool3d(
         padding: number(s), "same" (stride 1 only) or "valid".
         pool_kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode: as in `max_pool3d`;
             pool_stride defaults to pool_kernel_size.
+        pool: "max" or "avg".
+        count_include_pad, divisor_override: as in `avg_pool3d`, and only for it; True and None if
+            not given.
         activation: "relu", "leaky_relu", "relu6", "hardtanh" or "identity".
         negative_slope: of leaky_relu; 0.01 if not given.
         min_val, max_val: of hardtanh; -1 and 1 if not given.
@@ -99,8 +108,8 @@ def conv_relu_pool3d(
         (N, K, OD, OH, OW) or (K, OD, OH, OW), in the memory format of the stock ops.
 
     Raises:
-        ValueError: an unknown `activation` or `padding` string, or an argument of another
-            activation.
+        ValueError: an unknown `activation`, `pool` or `padding` string, or an argument of another
+            activation or pool.
         RuntimeError: shapes, dtypes or parameters that the stock ops refuse.
 
     Example:
@@ -109,12 +118,9 @@ def conv_relu_pool3d(
         >>> memopt.nn.functional.conv_relu_pool3d(x, w).shape
         torch.Size([2, 4, 5, 5, 5])
     """
-    return call(
-        3,
-        _conv_relu_pool3d,
-        input,
-        weight,
-        bias,
+    name = "conv_relu_pool3d"
+    check_pool(name, pool, pool_dilation, count_include_pad, divisor_override)
+    arguments = (
         stride,
         padding,
         dilation,
@@ -124,5 +130,17 @@ def conv_relu_pool3d(
         pool_padding,
         pool_dilation,
         ceil_mode,
-        parameters("conv_relu_pool3d", activation, negative_slope, min_val, max_val),
+        parameters(name, activation, negative_slope, min_val, max_val),
+    )
+    if pool == "max":
+        return call(3, _conv_relu_pool3d, input, weight, bias, *arguments)
+    return average(
+        name,
+        3,
+        input,
+        weight,
+        bias,
+        *arguments,
+        count_include_pad=count_include_pad,
+        divisor_override=divisor_override,
     )
