@@ -353,14 +353,15 @@ def test_compiles_in_one_graph_without_recompiling(backend):
     assert_compiles(function, *((x, w, b) for x in batches))
 
 
+@pytest.mark.parametrize("pool", ["avg", "max"])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_autocast_is_eagers(backend, dims):
+def test_autocast_is_eagers(backend, dims, pool):
     x = integers(2, 2, *[6] * dims, device=backend.device)
     w = integers(3, 2, *[3] * dims, device=backend.device, most=1)
     with torch.no_grad(), torch.autocast(backend.device.type, torch.bfloat16):
-        grad = torch.ones_like(stock(x, w, None, pool="avg"))
+        grad = torch.ones_like(stock(x, w, None, pool=pool))
     with torch.autocast(backend.device.type, torch.bfloat16):
-        theirs, mine = (results(f, (x, w, None), grad, pool="avg") for f in (stock, ours))
+        theirs, mine = (results(f, (x, w, None), grad, pool=pool) for f in (stock, ours))
     assert_same_bits(mine, theirs)
 
 

@@ -54,24 +54,19 @@ struct Window {
   }
 };
 
-// Calls body(output, window) for every output, in row-major order.
+// Calls body(output, its offset in a tensor of strides `s`, window) for every output, in row-major
+// order.
 template <typename Body>
-void for_each_window(const PoolShape& shape, const Body& body) {
+void for_each_window(const PoolShape& shape, const Strides5& s, const Body& body) {
   int64_t output = 0;
   for (int64_t od = 0; od < shape.depth.output; ++od) {
     for (int64_t oh = 0; oh < shape.height.output; ++oh) {
       for (int64_t ow = 0; ow < shape.width.output; ++ow) {
-        body(output++, Window{{shape.depth, od}, {shape.height, oh}, {shape.width, ow}});
+        body(output++, od * s.depth + oh * s.row + ow * s.column,
+             Window{{shape.depth, od}, {shape.height, oh}, {shape.width, ow}});
       }
     }
   }
-}
-
-// Offset of an output in a tensor of any strides.
-inline int64_t output_offset(const PoolShape& shape, int64_t output, const Strides5& s) {
-  const int64_t row = output / shape.width.output;
-  return row / shape.height.output * s.depth + row % shape.height.output * s.row +
-         output % shape.width.output * s.column;
 }
 
 // act(x) of N lanes, rounded as a tensor of T would hold it.
@@ -92,9 +87,10 @@ void average_pool(const AveragePool& pool, const Act& act, const T* x, T* y, con
   const int64_t height = shape.height.input, width = shape.width.input;
   for_each_channel_block(shape, [&](int64_t image, int64_t first, int64_t lanes) {
     const T* from = x + image * pool.area() * shape.channels + first;
-    for_each_window(shape, [&](int64_t output, const Window& window) {
+    T* y_task = y + image * ys.image + first * ys.channel;
+    for_each_window(shape, ys, [&](int64_t, int64_t offset, const Window& window) {
       const Acc divisor = static_cast<Acc>(window.divisor(pool));
-      T* to = y + image * ys.image + first * ys.channel + output_offset(shape, output, ys);
+      T* to = y_task + offset;
       for_each_lanes(lanes, [&](auto size, int64_t i) {
         constexpr int N = decltype(size)::value;
         Vector<Acc, N> sum = {};
@@ -178,9 +174,10 @@ void average_pool_gradient(const AveragePool& pool, const T* dy, const Strides5&
 
   for_each_channel_block(shape, [&](int64_t image, int64_t first, int64_t lanes) {
     std::vector<Acc> shares(shape.outputs() * kChannelBlock);  // of each of a window's elements
-    for_each_window(shape, [&](int64_t output, const Window& window) {
+    const T* dy_task = dy + image * ys.image + first * ys.channel;
+    for_each_window(shape, ys, [&](int64_t output, int64_t offset, const Window& window) {
       const Acc divisor = static_cast<Acc>(window.divisor(pool));
-      const T* from = dy + image * ys.image + first * ys.channel + output_offset(shape, output, ys);
+      const T* from = dy_task + offset;
       Acc* share = shares.data() + output * kChannelBlock;
       for (int64_t c = 0; c < lanes; ++c) {
         share[c] = static_cast<Acc>(from[c * ys.channel]) / divisor;
@@ -192,15 +189,13 @@ void average_pool_gradient(const AveragePool& pool, const T* dy, const Strides5&
     std::fill_n(sum, lanes, 0.0);
     unsigned_t<Acc> bits[kChannelBlock];
     Acc total[kChannelBlock];  // over eight places at most
-    for (int64_t place = 0; place < area; ++place) {
-      const int64_t bit = place % 8, row = place / shape.width.input;
+    int64_t place = 0;
+    const auto finish = [&](const Cover& d, const Cover& h, const Cover& w) {
+      const int64_t bit = place % 8;
       if (bit == 0) {
         for (int64_t c = 0; c < lanes; ++c) bits[c] = masked ? planes[c * bytes + place / 8] : 255;
         std::fill_n(total, lanes, Acc(0));
       }
-      const Cover& d = deep[row / shape.height.input];
-      const Cover& h = down[row % shape.height.input];
-      const Cover& w = across[place % shape.width.input];
       for_each_lanes(lanes, [&](auto size, int64_t i) {
         constexpr int N = decltype(size)::value;
         using V = Vector<Acc, N>;
@@ -218,10 +213,16 @@ void average_pool_gradient(const AveragePool& pool, const T* dy, const Strides5&
         const V other = sloped ? grad * slope : V{};
         grad = live ? grad : other;
         store(total + i, load<V>(total + i) + grad);
-        for (int k = 0; k < N; ++k) to[place * shape.channels + i + k] = static_cast<T>(grad[k]);
+        for (int k = 0; k < N; ++k) to[i + k] = static_cast<T>(grad[k]);
       });
-      if (bit == 7 || place + 1 == area) {
+      ++place, to += shape.channels;
+      if (bit == 7 || place == area) {
         for (int64_t c = 0; c < lanes; ++c) sum[c] += static_cast<double>(total[c]);
+      }
+    };
+    for (const Cover& d : deep) {
+      for (const Cover& h : down) {
+        for (const Cover& w : across) finish(d, h, w);
       }
     }
   });

@@ -31,7 +31,9 @@ void for_each_lanes(int64_t lanes, const Body& body) {
     for (; i + size <= lanes; i += size) body(size, i);
   };
   groups(std::integral_constant<int, 16>());
+  groups(std::integral_constant<int, 8>());
   groups(std::integral_constant<int, 4>());
+  groups(std::integral_constant<int, 2>());
   groups(std::integral_constant<int, 1>());
 }
 

@@ -234,8 +234,12 @@ def call(
         ceil_mode,
         activation,
     )
-    if under_transform(input, weight, bias):
-        return windows.pool(windows.activate(windows.convolve(input, weight, bias)))[0]
+    widens = _conv_pool_arguments.widens(dims, input)
+    if widens or under_transform(input, weight, bias):
+        activated = windows.activate(windows.convolve(input, weight, bias))
+        if widens and activated.dtype != torch.float64:
+            activated = activated.float()
+        return windows.pool(activated)[0]
     save_codes = torch.is_grad_enabled() and (
         input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )

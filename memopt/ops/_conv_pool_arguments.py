@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -81,6 +82,11 @@ def check_pool(
         raise ValueError(
             f"{op}: pool_dilation is {pool_dilation}, but it belongs to 'max' and pool is 'avg'"
         )
+
+
+def widens(dims: int, input: Tensor) -> bool:
+    """Whether autocast makes the stock pool work in float32: on a CPU those of three dimensions."""
+    return dims == 3 and input.device.type == "cpu" and torch.is_autocast_enabled("cpu")
 
 
 def _numbers(op: str, value: int | Sequence[int], name: str, dims: int) -> tuple[int, ...]:

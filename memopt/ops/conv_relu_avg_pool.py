@@ -24,7 +24,7 @@ from torch import Tensor
 from memopt._registry import Op, cast_floating, under_transform
 from memopt.ops import _activations, _bits
 from memopt.ops._conv_pool import not_differentiable, product
-from memopt.ops._conv_pool_arguments import parse
+from memopt.ops._conv_pool_arguments import parse, widens
 from memopt.ops._conv_pool_windows import Windows, check, memory_format
 
 __all__: list[str] = []  # reached by conv_relu_pool1d, 2d and 3d
@@ -251,9 +251,7 @@ def average(
     """avg_pool(act(conv(input, weight, bias))), batched or not; `arguments` as `parse` takes."""
     input, windows = parse(name, dims, input, weight, *arguments)
     a = Average(windows, count_include_pad is not False, divisor_override)
-    # Under autocast the stock avg_pool3d works in float32 on a CPU.
-    widens = dims == 3 and input.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    if widens or under_transform(input, weight, bias):
+    if widens(dims, input) or under_transform(input, weight, bias):
         return a.pool(windows.activate(windows.convolve(input, weight, bias)))
     save_mask = torch.is_grad_enabled() and (
         input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
