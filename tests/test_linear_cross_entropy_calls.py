@@ -14,11 +14,13 @@ from cross_entropy_cases import (
     SIZES,
     assert_like_stock,
     operands,
+    raw_arguments,
+    raw_backward_arguments,
     set_chunk_rows,
     stock,
 )
 from memopt.nn.functional import linear_cross_entropy
-from memopt.ops import _cross_entropy
+from memopt.ops import _cross_entropy_call
 from support import OPS, assert_compiles, assert_raises_same
 
 pytestmark = pytest.mark.portable
@@ -54,7 +56,7 @@ def test_function_transforms_are_right(backend, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_compiles_in_one_graph_without_recompiling(backend, reduction, monkeypatch):
     set_chunk_rows(monkeypatch, 16)
-    for features, batches in ((40, (4, 6, 9)), (3, (24, 36, 52))):  # what is kept differs
+    for features, batches in ((40, (4, 6, 9)), (3, (24, 36, 52))):
         _, weight, _, bias = operands(4, features, 33, device=backend.device)
         calls = []
         for rows in batches:
@@ -100,9 +102,9 @@ def test_targets_out_of_range_raise_as_stock(backend):
                 lambda bad=bad: stock(x, weight, bad),
                 lambda bad=bad: linear_cross_entropy(x, weight, bad),
             )
-            raw = (x.detach(), weight.detach(), bad, None, None, "mean", -100, 0.0)
+            raw = raw_arguments(x.detach(), weight.detach(), bad, None)
             with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-                OPS["linear_cross_entropy"](*raw, *[False] * 5, 4)
+                OPS["linear_cross_entropy"](*raw)
         if wrong == -1:
             linear_cross_entropy(x, weight, bad.clamp(min=-1), ignore_index=-1)
 
@@ -123,7 +125,8 @@ def test_bad_arguments_raise_as_stock(backend):
         ((x, weight, target), {"weight": bias.detach()[:5]}),
         ((x, weight, target), {"weight": bias.detach().double()}),
         ((x, weight, target), {"weight": bias}),
-        ((x, weight, target), {"softcap": 30.0}),
+        ((x, weight, target), {"capped": 30.0}),
+        ((x, weight, torch.rand(9, 13)), {"ignore_index": 3}),
     ):
         assert_raises_same(
             lambda a=args, s=settings: stock(*a, **s),
@@ -131,17 +134,26 @@ def test_bad_arguments_raise_as_stock(backend):
         )
 
 
-def test_what_is_not_offered_is_refused_by_name(backend):
+def test_bad_values_of_its_own_arguments(backend):
     x, weight, target, _ = operands(device=backend.device)
-    instead = r"torch\.nn\.functional\.linear_cross_entropy"
-    with pytest.raises(NotImplementedError, match=rf"target.*{instead}"):
-        linear_cross_entropy(x, weight, torch.rand(9, 13, device=backend.device))
-    with pytest.raises(NotImplementedError, match=rf"linear_weight.*{instead}"):
-        linear_cross_entropy(x, weight[:, None], target)
-    with pytest.raises(NotImplementedError, match=r"out_features.*LinearCrossEntropyLoss"):
-        memopt.nn.LinearCrossEntropyLoss(5, 13, out_features=(2,))
-    with pytest.raises(TypeError, match="options is a dict"):
-        linear_cross_entropy(x, weight, target, options={"batch_chunk_size": 4})
+    learned = torch.ones(9, device=backend.device, requires_grad=True)
+    for error, settings in (
+        (TypeError, {"options": {"batch_chunk_size": 4}}),
+        (ValueError, {"softcap": 0.0}),
+        (ValueError, {"softcap": -1.0}),
+        (ValueError, {"max_chunk_bytes": 0}),
+        (ValueError, {"accumulate": "half"}),
+        (RuntimeError, {"token_weight": torch.ones(8)}),
+        (RuntimeError, {"token_weight": learned}),
+        (RuntimeError, {"logit_scale": torch.ones(3)}),
+    ):
+        (name,) = settings
+        with pytest.raises(error, match=name):
+            linear_cross_entropy(x, weight, target, **settings)
+    with pytest.raises(ValueError, match="shift"):
+        linear_cross_entropy(x, weight, torch.rand(9, 13), shift=True)
+    with pytest.raises(ValueError, match="shift"):
+        linear_cross_entropy(x[0], weight, target[0], shift=True)
 
 
 def test_mixed_dtypes_raise_and_name_both(backend):
@@ -164,34 +176,39 @@ def test_a_distributed_tensor_is_refused_by_name(backend):
 
 def test_the_raw_ops_check_their_arguments(backend):
     x, weight, target, bias = (t.detach() for t in operands(device=backend.device))
-    good = {"x": x, "weight": weight, "target": target, "bias": bias, "class_weight": None}
-    good |= {"reduction": "mean", "ignore": -100, "smoothing": 0.0, "keep": False}
-    good |= {"x_grad": False, "w_grad": False, "b_grad": False, "overwrite": False, "rows": 4}
     for change in (
-        {"x": x[0]},
-        {"x": x.long()},
-        {"weight": weight.t()},
-        {"weight": weight.double()},
-        {"weight": weight[:0], "bias": None},
-        {"bias": bias[:4]},
-        {"bias": bias.half()},
+        {"input": x[0]},
+        {"input": x.long()},
+        {"linear_weight": weight.t()},
+        {"linear_weight": weight.double()},
+        {"linear_weight": weight[:0], "linear_bias": None},
+        {"linear_bias": bias[:4]},
+        {"linear_bias": bias.half()},
         {"target": target[:4]},
         {"target": target.int()},
         {"target": target.to("meta")},
-        {"class_weight": bias[:4]},
-        {"class_weight": bias.to("meta")},
+        {"target": torch.rand(9, 12)},
+        {"target": torch.rand(9, 13).to("meta")},
+        {"weight": bias[:4]},
+        {"weight": bias.to("meta")},
+        {"token_weight": bias},
+        {"token_weight": torch.rand(9).half()},
+        {"logit_scale": torch.rand(9, 1)},
+        {"logit_scale": torch.rand(9).to("meta")},
+        {"want_scale": True},
         {"reduction": "median"},
-        {"smoothing": 2.0},
-        {"keep": True, "x_grad": True},
-        {"reduction": "none", "w_grad": True},
-        {"rows": 0},
+        {"label_smoothing": 2.0},
+        {"softcap": -1.0},
+        {"reduction": "none", "want_weight": True},
+        {"chunk_rows": 0},
     ):
         with pytest.raises((RuntimeError, NotImplementedError)):
-            OPS["linear_cross_entropy"](*(good | change).values())
-    for grad in (torch.ones(4), torch.ones(9, 1), torch.ones(9).double()):
-        args = (x, weight, target, bias, None, -100, 0.0, True, True, True, 4)
-        with pytest.raises(RuntimeError, match="grad"):
-            OPS["linear_cross_entropy_backward"](grad.to(backend.device), *args)
+            OPS["linear_cross_entropy"](*raw_arguments(x, weight, target, bias, **change))
+    for name in ("grad_loss", "grad_lse", "grad_entropy", "statistics"):
+        for bad in (torch.ones(4), torch.ones(9, 1), torch.ones(9).double(), torch.ones(9, 3)):
+            args = raw_backward_arguments(x, weight, target, bias, **{name: bad})
+            with pytest.raises(RuntimeError, match=name):
+                OPS["linear_cross_entropy_backward"](*args)
 
 
 # -- The layer -------------------------------------------------------------------------------------
@@ -213,7 +230,7 @@ def test_layer_is_like_the_stock_one(backend):
         layer.load_state_dict(theirs.state_dict())
         torch.testing.assert_close(layer(x, target), theirs(x, target))
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2, chunking_method=None)
-        assert _cross_entropy.chunk_rows_of(options) == 2
+        assert _cross_entropy_call.chunk_rows_of(options) == 2
         layer.options = options
         torch.testing.assert_close(layer(x, target), theirs(x, target))
     with pytest.raises(RuntimeError, match="weight"):

@@ -1,6 +1,6 @@
 // The arithmetic of one row of a softmax, on accumulators (float, or double for double).
 //
-// Every loop runs over blocks of kLanes values with an accumulator for each lane, so that compilers
+// Every loop runs over blocks of kRowLanes values with an accumulator for each lane, so that compilers
 // vectorise it without being allowed to reorder sums: the result is the same at every vector width.
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace memopt::cpu {
 
-constexpr int kLanes = 16;
+constexpr int kRowLanes = 16;
 
 // e^x for x <= 0 or NaN: x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor polynomial of
 // degree 7, whose remainder is below 5.2e-9 (0.05 ulp). Below float's normal range it is 0.
@@ -44,20 +44,20 @@ inline float exp_nonpositive(float x) {
 
 inline double exp_nonpositive(double x) { return std::exp(x); }
 
-// Calls step(lane, i) for every i in [begin, end), kLanes of them side by side.
+// Calls step(lane, i) for every i in [begin, end), kRowLanes of them side by side.
 template <typename Step>
 void for_each_lane(int64_t begin, int64_t end, const Step& step) {
   int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) {
-    for (int k = 0; k < kLanes; ++k) step(k, i + k);
+  for (; i + kRowLanes <= end; i += kRowLanes) {
+    for (int k = 0; k < kRowLanes; ++k) step(k, i + k);
   }
   for (int k = 0; i + k < end; ++k) step(k, i + k);
 }
 
 // Combines the lanes pairwise: 16, 8, 4, 2, 1.
 template <typename A, typename Combine>
-A fold_lanes(A (&lanes)[kLanes], const Combine& combine) {
-  for (int half = kLanes / 2; half > 0; half /= 2) {
+A fold_lanes(A (&lanes)[kRowLanes], const Combine& combine) {
+  for (int half = kRowLanes / 2; half > 0; half /= 2) {
     for (int k = 0; k < half; ++k) lanes[k] = combine(lanes[k], lanes[k + half]);
   }
   return lanes[0];
@@ -70,7 +70,7 @@ double sum_row(int64_t count, const Value& value) {
   constexpr int64_t kStretch = 1024;
   double total = 0;
   for (int64_t begin = 0; begin < count; begin += kStretch) {
-    A lanes[kLanes] = {};
+    A lanes[kRowLanes] = {};
     for_each_lane(begin, std::min(count, begin + kStretch),
                   [&](int k, int64_t i) { lanes[k] += value(i); });
     total += fold_lanes(lanes, [](A a, A b) { return a + b; });
@@ -82,8 +82,8 @@ double sum_row(int64_t count, const Value& value) {
 template <typename A>
 A row_max(const A* row, int64_t count) {
   const auto larger = [](A a, A b) { return a > b ? a : b; };
-  A lanes[kLanes];
-  std::fill_n(lanes, kLanes, -std::numeric_limits<A>::infinity());
+  A lanes[kRowLanes];
+  std::fill_n(lanes, kRowLanes, -std::numeric_limits<A>::infinity());
   for_each_lane(0, count, [&](int k, int64_t i) { lanes[k] = larger(row[i], lanes[k]); });
   return fold_lanes(lanes, larger);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,9 +19,6 @@ class LinearCrossEntropyLoss(_WeightedLoss):
 
     Constructor, parameters and state_dict are the stock layer's: `linear.weight`, `linear.bias` and
     the buffer `weight`. `memopt.nn.functional.linear_cross_entropy` tells what the arguments do.
-
-    Raises:
-        NotImplementedError: `out_features` is given: the loss is K-dimensional.
 
     Example:
         >>> import torch, memopt
@@ -45,12 +43,12 @@ class LinearCrossEntropyLoss(_WeightedLoss):
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
         options: Any = None,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+        shift: bool = False,
+        max_chunk_bytes: int | None = None,
+        accumulate: str = "full",
     ) -> None:
-        if out_features:
-            raise NotImplementedError(
-                f"LinearCrossEntropyLoss: out_features is {tuple(out_features)}, needs to be (); "
-                "for a K-dimensional loss use torch.nn.LinearCrossEntropyLoss"
-            )
         if weight is not None and tuple(weight.shape) != (num_classes,):
             raise RuntimeError(
                 f"LinearCrossEntropyLoss: weight has shape {tuple(weight.shape)}, needs "
@@ -63,29 +61,60 @@ class LinearCrossEntropyLoss(_WeightedLoss):
             )
         super().__init__(weight=weight, reduction=reduction)
         self.num_classes = num_classes
-        self.out_features = ()
+        self.out_features = tuple(out_features)
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.linear = torch.nn.Linear(
-            in_features, num_classes, bias=bias, device=device, dtype=dtype
+            in_features,
+            math.prod(self.out_features, start=num_classes),
+            bias=bias,
+            device=device,
+            dtype=dtype,
         )
         self.options = options
+        self.softcap = softcap
+        self.z_loss = z_loss
+        self.shift = shift
+        self.max_chunk_bytes = max_chunk_bytes
+        self.accumulate = accumulate
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return linear_cross_entropy(
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        logit_scale: float | Tensor | None = None,
+    ) -> Tensor:
+        weight: Tensor = self.linear.weight
+        bias: Tensor | None = self.linear.bias
+        if self.out_features:
+            weight = weight.view(self.num_classes, *self.out_features, -1)
+            bias = None if bias is None else bias.view(weight.shape[:-1])
+        loss: Tensor = linear_cross_entropy(
             input,
-            self.linear.weight,
+            weight,
             target,
-            linear_bias=self.linear.bias,
+            linear_bias=bias,
             weight=self.weight,
             reduction=self.reduction,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             options=self.options,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+            shift=self.shift,
+            max_chunk_bytes=self.max_chunk_bytes,
+            accumulate=self.accumulate,
+            token_weight=token_weight,
+            logit_scale=logit_scale,
         )
+        return loss
 
     def extra_repr(self) -> str:
         return (
-            f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "
-            f"label_smoothing={self.label_smoothing}"
+            f"out_features={self.out_features}, reduction={self.reduction!r}, "
+            f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, "
+            f"softcap={self.softcap}, z_loss={self.z_loss}, shift={self.shift}, "
+            f"accumulate={self.accumulate!r}"
         )

@@ -5,7 +5,7 @@ N rows, H features in, V out (classes); z = x Wᵀ + b with x (N, H), W (V, H), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,24 @@ def rows_per_chunk(classes: int, dtype: torch.dtype) -> int:
     """Rows of z for one chunk. In low precision the gradient has a float32 copy beside it."""
     bytes_per_row = classes * (dtype.itemsize if dtype.itemsize >= 4 else dtype.itemsize + 4)
     return max(MIN_CHUNK_ROWS, CHUNK_BYTES // max(1, bytes_per_row))
+
+
+def loss_rows_per_chunk(
+    rows: int, weight: Tensor, max_chunk_bytes: int | None = None
+) -> int | torch.SymInt:
+    """Rows for one chunk of a loss, whose gradients are formed beside the chunk's logits.
+
+    By default the chunk takes about an eighth of the memory of the gradients of x and W: a product
+    with that many rows runs at full speed for the usual H. Never fewer than 64 rows, and no more
+    than a cache holds.
+    """
+    classes, features = max(1, weight.shape[0]), weight.shape[1]
+    if max_chunk_bytes is not None:
+        return max(1, max_chunk_bytes // (classes * accumulator(weight.dtype).itemsize))
+    # n rows take n (V + 3 H) beside the gradients' H (N + V); to the nearest multiple of 16
+    share = 14 * features * (rows + classes) // (103 * classes + 300 * features + 1)
+    share = (share + 8) // 16 * 16
+    return torch.sym_min(192, torch.sym_max(64, share))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -99,6 +117,43 @@ def check_linear(
         raise RuntimeError(f"{op}: chunk_rows is {chunk_rows}, needs to be at least 1")
 
 
+def check_tensor(
+    op: str,
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or tensor.device != device:
+        raise RuntimeError(
+            f"{op}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}, "
+            f"needs {dtypes[0]} of shape {shape} on {device}"
+        )
+
+
+def check_bounds(op: str, name: str, target: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise IndexError, as eager, for a target that is no class. Kernels check for themselves too.
+
+    Reading values is cheap on the CPU only, and possible only where there are any.
+    """
+    if target.device.type != "cpu" or type(target) is not Tensor or not target.numel():
+        return
+    if torch.compiler.is_compiling() or target.is_floating_point():
+        return
+    low, high = (bound.item() for bound in target.aminmax())
+    if low >= 0 and high < classes:
+        return
+    wrong = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+    if wrong.numel():
+        raise IndexError(
+            f"{op}: {name} {wrong[0].item()} is out of bounds, needs to be in "
+            f"[0, {classes}) or ignore_index {ignore_index}"
+        )
+
+
 # -- Gradients -------------------------------------------------------------------------------------
 
 
@@ -170,3 +225,50 @@ def is_plain(tensor: Tensor) -> bool:
 def graph_is_retained() -> bool:
     """Whether the backward pass now running may run again (retain_graph=True)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
+    """A gradient that the forward pass formed, times the one that backward brings."""
+    if not is_plain(factor) or factor.device.type != "cpu":
+        # In the factor's dtype: float16 may not hold a factor such as a loss scale.
+        return (gradient.to(factor.dtype) * factor).to(dtype)
+    number = factor.item()  # by which kernels multiply in float32
+    if number != 1:
+        gradient = gradient.mul_(number) if in_place else gradient * number
+    elif not in_place:
+        gradient = gradient.clone()
+    return gradient.to(dtype)
+
+
+def differentiable_gradients(
+    function: Callable[..., Sequence[Tensor]],
+    tensors: Sequence[Tensor | None],
+    places: Sequence[int],
+    wanted: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of ``function(*tensors)``, made of stock ops, with a graph of their own.
+
+    Args:
+        tensors: what backward has saved.
+        places: of the tensors that may have a gradient.
+        wanted: which of these gradients are, for the others are None.
+        grads: those in the function's results, or None; of a shape that can be expanded to theirs.
+    """
+    with torch.enable_grad():
+        # Views: one of the tensors may depend on another, which is not meant here.
+        tensors = [t if t is None else t.view_as(t) for t in tensors]
+        given = [(o, g) for o, g in zip(function(*tensors), grads, strict=True) if g is not None]
+        arguments = [
+            t
+            for k, want in zip(places, wanted, strict=True)
+            if want and (t := tensors[k]) is not None
+        ]
+        results = torch.autograd.grad(
+            [o for o, _ in given],
+            arguments,
+            [g.expand_as(o) for o, g in given],
+            create_graph=True,
+        )
+    found = iter(results)
+    return [next(found) if want else None for want in wanted]
