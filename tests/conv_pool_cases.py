@@ -33,6 +33,7 @@ from torch import Tensor
 
 import memopt
 from conv_pool_drawing import EXACT, Case, convolve, draw, gradient, lay_out, tensors
+from memopt import _backends
 from memopt.ops import _pool_codes
 from support import (
     assert_accurate,
@@ -270,7 +271,8 @@ def check(case: Case, device: torch.device, errors: Errors) -> None:
     doubtful = undecided(gradients, theirs, x, w, dc)
     with unchanged(grad, *(t for t in (x, w, b) if t is not None)):
         ours = run()
-    if case.seed % 8 == 0:
+    # The stock convolution, which the reference is made of, rounds differently.
+    if case.seed % 8 == 0 and _backends.selected() != "reference":
         assert_same_for_threads(run)
     assert_same_bits(ours[0], output)  # with codes and without
     results = iter(ours[1:])
