@@ -1,7 +1,8 @@
 // The arithmetic of one row of a softmax, on accumulators (float, or double for double).
 //
-// Every loop runs over blocks of kRowLanes values with an accumulator for each lane, so that compilers
-// vectorise it without being allowed to reorder sums: the result is the same at every vector width.
+// Every loop runs over blocks of kRowLanes values with an accumulator for each lane, so that
+// compilers vectorise it without being allowed to reorder sums: the result is the same at every
+// vector width.
 #pragma once
 
 #include <algorithm>
