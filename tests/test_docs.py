@@ -32,3 +32,12 @@ def test_links_lead_somewhere(page):
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)\)", prose):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_tests_that_pages_name_exist():
+    defined = set()
+    for file in (ROOT / "tests").glob("test_*.py"):
+        defined |= set(re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE))
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/numerics.md").read_text()))
+    assert named
+    assert named <= defined, f"docs/numerics.md names {sorted(named - defined)}"
